@@ -1,121 +1,83 @@
-"""What exchange costs the training: the same peers, training with and without it, in turn, in a real swarm.
+"""What exchange, and what a slow peer, cost the training: with and without, in turn, in real swarms.
 
-One seed and a few peer processes train the demo's model on the demo's data with the demo's settings (swarm
-clock, a round of 4 fragments each 5 s, int4, rule keep, a journal), one torch thread each. By wall clock and
-all together they alternate between phases of equal length: "off" never calls ``peer.step``, so nothing is
-copied out, encoded, sent or merged and only heartbeats flow; "on" calls it after each inner step. Prints
-JSON.
+    python benchmarks/exposure.py phases [--layouts four two spare] [--phase-s 15] [--pairs 3]
+    python benchmarks/exposure.py phases --layouts open --device cuda --model layers=12 width=768 heads=12
+    python benchmarks/exposure.py straggler [--cases compute link both] [--pairs 3] [--seconds 12]
 
-    python benchmarks/exposure.py [--layouts four two spare] [--phase-s 15] [--pairs 3]
-    python benchmarks/exposure.py --layouts open --device cuda --model layers=12 width=768 heads=12
+``phases``: peers train the demo's model with the demo's settings (a round of 4 fragments each 5 s, int4,
+keep), one torch thread each. By wall clock and all together they alternate: "off" never calls ``peer.step``,
+so only heartbeats flow; "on" calls it after each inner step. The first round of a phase is left out. Layouts
+are held to the same two cores: ``four`` peers, as the demo. ``two``, a core each. ``spare``, two whose
+training shares one core, with all else on the other, as on a machine that has a core to spare. ``open``, two
+on all cores.
 
-Three layouts are held to the same two cores, so that a larger machine does the same experiment:
+- ``ratio``: inner steps per second on / off, all peers together, median of the pairs. ``quiet`` ones are
+  those that no other work disturbed. ``ratio_at_equal_cpu``: the same per CPU second of all the peers'
+  threads.
+- ``exposed_share``: wall time inside ``peer.step`` in "on" phases, the peer with most counting; on a GPU
+  ``exposed_s_share``, which leaves out the wait for queued steps, is the one to read.
+- ``training_thread``: the kernel's account of it: it ran, it waited for a core. ``cpu_s_per_s``: of a peer's
+  other threads and daemon; the difference of on and off is what exchange took. ``others_cpu_s_per_s``: not
+  ours, on those cores; run again if it is not small.
 
-- ``four``: the demo. Four peers share two cores, so each CPU second of exchange is taken from training.
-- ``two``: a core per peer, but none to spare: the exchange still takes its CPU seconds from training.
-- ``spare``: two peers whose training threads share one core, with all other threads and the libp2p daemons
-  on the other: what a volunteer sees, whose machine has a core that training does not use.
-- ``open``, if it is named: two peers, and all cores that there are; for peers that train on a GPU, which they
-  then share.
-
-What is reported, per layout, over the windows that are left of the phases without their first round:
-
-- ``ratio``: inner steps per second on / off, all peers together, the median of the pairs; each pair beside
-  it. ``ratio_of_quiet_pairs``: of those alone that no other work on the machine disturbed.
-- ``ratio_at_equal_cpu``: inner steps per CPU second of all the peers' threads and daemons, on / off. Where
-  the cores are never idle this is the ratio of throughputs, and other work on the machine does not touch it.
-- ``ratio_of_cpu_for_training``: the share of a peer's CPU that its training thread got, on / off: what the
-  exchange's own CPU costs the training where cores are full, whatever the speed of the host just then.
-- ``exposed_share``: wall time inside ``peer.step`` in "on" phases, the peer with most counting. It holds all
-  that ``exposed_s`` counts (``exposed_s_share``), and the reports to journal and network; on a GPU also the
-  wait for the steps that are queued there, so that ``exposed_s_share`` is the one to read. A thread that
-  loses its core inside ``peer.step`` counts as exposed while it waits for it.
-- ``training_thread``: the kernel's account of it (/proc/self/task/*/schedstat): the share of wall time it
-  ran, was ready but waited for a core, and slept (locks, the interpreter's among them), with the CPU time of
-  a step.
-- ``ratio_without_queue``: steps per second of CPU and sleep, on / off: what ``ratio`` would be if nobody had
-  waited for a core. An estimate: caches and the interpreter's lock are shared all the same.
-- ``cpu_s_per_s``: CPU of a peer's other threads and its daemon, by what they are for, in both phases; the
-  difference is what exchange took.
-- ``others_cpu_s_per_s``: CPU on the two cores that was not ours, on and off. If it is not small, run again.
-
-Laws: both phases are in the same processes, minutes old, with the same models; all peers change over at the
-same moment; the first rounds, for which training waits by design, are over before the first phase.
-Price: "off" peers go on paying heartbeats (in ``cpu_s_per_s``); the first round of an "on" phase sends all
-fragments at once, as after a pause, and is left out; a drift of the machine within a pair goes into its
-ratio. Linux only.
+``straggler``: three peers train by paced steps over links capped at ``--rate``. A fourth has ten times longer
+steps, or a tenth of the rate, or both, and rests and takes part in turn. Reported: the fast peers' tokens per
+second with it over without it, pair by pair. After each change ``--settle-s`` count for nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import re
 import signal
-import subprocess
+import statistics
 import sys
-import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
-from exposure_figures import Figures, rounded, sum_up
-from json_workers import answer_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bootstrap.local_swarm import environment
-from p2p_co2.config import ClockConfig, PeerConfig, RunConfig, write_toml
-from p2p_co2.recipes import load_recipe
-from p2p_co2.telemetry import events as ev
-from p2p_co2.telemetry.journal import Journal
-from p2p_co2.trainer import Peer, connect
-
-ROOT = Path(__file__).resolve().parents[1]
-RECIPE, ROUND_S, FRAGMENTS = "byte-gpt", 5.0, 4
-CLOCK = ClockConfig(mode="time", round_s=ROUND_S)
-"""The demo's; codec int4 and rule keep are the defaults."""
-CORES = 2
-LEAD_S = 1.0
-BARS = {"ratio": 0.95, "exposed_share": 0.01}
-NOTES = (
-    "All threads of a layout share two cores. With four peers training wants four cores, so the run queue "
-    "is never empty: each CPU second that a network or tensor thread or a daemon uses is a second that no "
-    "training thread gets, and ratio falls by about (cpu_s_per_s on - off) * peers / cores even if training "
-    "never waits for the network.",
-    "On a volunteer's own machine these threads use an idle core: layout spare, and ratio_without_queue.",
-    "training_thread.*.queued_share is the run queue's pressure: the share of wall time for which a training "
-    "thread was ready and had no core.",
+from common import (
+    Bench,
+    Figures,
+    Worker,
+    bench,
+    command,
+    joined,
+    medians,
+    note,
+    parser_of,
+    rounded,
+    run,
+    say,
+    tokens_at,
 )
 
+from p2p_co2.config import OWN_LOOP, ClockConfig, CodecConfig, LimitsConfig, RunConfig
+from p2p_co2.recipes import load_recipe, recipe_digest
+from p2p_co2.telemetry.events import FragmentApplied, Progress, RoundCommitted, SendSkipped
 
-@dataclass(frozen=True)
-class Layout:
+RECIPE, ROUND_S, FRAGMENTS, CORES, LEAD_S = "byte-gpt", 5.0, 4, 2, 1.0
+BARS = {"ratio": 0.95, "exposed_share": 0.01}
+QUIET = 0.1
+"""CPU seconds per second of others, above which a window counts as disturbed."""
+
+
+class Layout(NamedTuple):
     peers: int
-    spare: bool
-    words: str
+    spare: bool = False
     held: bool = True
     """To ``CORES`` cores."""
 
 
-LAYOUTS = {
-    "four": Layout(4, False, "4 peers on 2 cores, as in the demo"),
-    "two": Layout(2, False, "2 peers on 2 cores: a core each, none to spare"),
-    "spare": Layout(2, True, "2 peers whose training shares one core; all other threads have the second"),
-    "open": Layout(2, False, "2 peers on all cores", held=False),
-}
+LAYOUTS = {"four": Layout(4), "two": Layout(2), "spare": Layout(2, spare=True), "open": Layout(2, held=False)}
 
 
-@dataclass(frozen=True)
-class Timetable:
+class Timetable(NamedTuple):
     """Phases of ``phase_s`` seconds from ``begin_at`` (unix), off first; a window is a phase but for its
     first round."""
 
@@ -129,128 +91,64 @@ class Timetable:
         return [(on, start + ROUND_S, start + self.phase_s) for on, start in starts]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=["four", "two", "spare"])
-    parser.add_argument("--device", default="cpu", help="all peers train on it")
-    parser.add_argument("--model", nargs="*", default=[], metavar="KEY=NUMBER", help="of byte-gpt: layers=8")
-    parser.add_argument("--phase-s", type=float, default=15.0, help="a round is left out of each phase")
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    model = {key: int(number) for key, _, number in (word.partition("=") for word in options.model)}
-    run = RunConfig(name="exposure", recipe=RECIPE, recipe_options=model, fragments=FRAGMENTS, clock=CLOCK)
-    if options.worker:
-        name, index, folder, ticket = options.worker
-        _work(LAYOUTS[name], int(index), Path(folder), Work(ticket, run, options.device))
-        return
+# ---- phases: the parent
+
+
+def phases(options: argparse.Namespace) -> Figures:
+    """Inner steps with and without exchange."""
     there = sorted(os.sched_getaffinity(0))
     if len(there) < CORES or options.phase_s < 2 * ROUND_S:
-        parser.error(f"this needs {CORES} cores and phases of at least {2 * ROUND_S} s")
-    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "device": options.device}
-    job = {"round_s": ROUND_S, "phase_s": options.phase_s, "pairs": options.pairs, "model": model}
-    measured = {}
+        raise SystemExit(f"this needs {CORES} cores and phases of at least {2 * ROUND_S} s")
+    answer: Figures = {"bars": BARS}
     for name in options.layouts:
         cores = there[:CORES] if LAYOUTS[name].held else there
         os.sched_setaffinity(0, cores)
-        measured[name] = {"cores_used": cores} | _measure(name, cores, run, options)
-    result = {"at": time.strftime("%F %R"), **machine, **job, "bars": BARS, **measured, "notes": NOTES}
-    print(json.dumps(result, indent=2))
+        answer[name] = _phases_of(name, cores, options)
+        note(name, answer[name])
+    return answer
 
 
-# ---- the parent: starts a swarm, gives the time to begin, sums up
+def _phases_of(name: str, cores: Sequence[int], options: argparse.Namespace) -> Figures:
+    words = (word.partition("=") for word in options.model)
+    model: dict[str, Any] = {key: int(number) for key, _, number in words}
+    settings = RunConfig(
+        name="exposure", recipe=RECIPE, recipe_options=model, recipe_digest=recipe_digest(RECIPE, model),
+        fragments=FRAGMENTS, clock=ClockConfig(mode="time", round_s=ROUND_S),
+    )  # fmt: skip
+    with ExitStack() as stack:
+        swarm = stack.enter_context(bench())
+        swarm.start_seed(settings)
+        peers = [
+            stack.enter_context(
+                Worker(
+                    __file__,
+                    "phases",
+                    name,
+                    index,
+                    swarm.folder,
+                    swarm.ticket,
+                    options.device,
+                    *options.model,
+                )
+            )
+            for index in range(LAYOUTS[name].peers)
+        ]
+        for peer in peers:
+            peer.answer()
+        table = Timetable(time.time() + LEAD_S, options.phase_s, options.pairs)
+        for peer in peers:
+            peer.tell(" ".join(map(str, table)))
+        others = [_others(cores, start, end) for _, start, end in table.windows()]
+        answers = [peer.answer()["windows"] for peer in peers]
+    return _sum_up(answers, others)
 
 
-def _measure(name: str, cores: Sequence[int], run: RunConfig, options: argparse.Namespace) -> Figures:
-    layout = LAYOUTS[name]
-    asked = ["--device", options.device, "--model", *options.model, "--worker"]
-    with tempfile.TemporaryDirectory() as folder:
-        swarm = Swarm(Path(folder), run)
-        try:
-            ticket = swarm.start_seed()
-            for index in range(layout.peers):
-                swarm.start_peer(*asked, name, str(index), str(Path(folder) / f"peer{index}"), ticket)
-            for process in swarm.peers:
-                answer_of(process)
-            timetable = Timetable(time.time() + LEAD_S, options.phase_s, options.pairs)
-            swarm.tell(timetable)
-            others = [swarm.others(cores, start, end) for _, start, end in timetable.windows()]
-            answers = [answer_of(process) for process in swarm.peers]
-        finally:
-            swarm.stop()
-    figures = sum_up(layout.words, answers, others)
-    figures["others_cpu_s_per_s"] = {"off": rounded(others[::2]), "on": rounded(others[1::2])}
-    figures["load_1_min"] = round(os.getloadavg()[0], 2)
-    print(name, json.dumps(figures), file=sys.stderr)
-    return figures
-
-
-class Swarm:
-    """A seed and the peers, each a process, each ended by its own id."""
-
-    def __init__(self, folder: Path, run: RunConfig) -> None:
-        self._folder, self._run = folder, run
-        self.peers: list[subprocess.Popen[str]] = []
-        self._environment = {**os.environ, **environment()}
-
-    def start_seed(self) -> str:
-        """Returns the ticket."""
-        (self._folder / "run.toml").write_text(write_toml(self._run))
-        place = [str(self._folder / "run.toml"), "--folder", str(self._folder / "seed")]
-        self._seed = subprocess.Popen(
-            [sys.executable, "-m", "bootstrap", "seed", *place],
-            stdout=subprocess.PIPE, text=True, env=self._environment, cwd=ROOT,
-        )  # fmt: skip
-        assert self._seed.stdout is not None
-        for line in self._seed.stdout:
-            if found := re.search(r"p2pco2-\w+", line):
-                return found.group()
-        raise SystemExit("the seed gave no ticket")
-
-    def start_peer(self, *arguments: str) -> None:
-        process = subprocess.Popen(
-            [sys.executable, __file__, *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self._environment, cwd=ROOT,
-        )  # fmt: skip
-        self.peers.append(process)
-
-    def tell(self, timetable: Timetable) -> None:
-        for process in self.peers:
-            assert process.stdin is not None
-            process.stdin.write(f"{timetable.begin_at} {timetable.phase_s} {timetable.pairs}\n")
-            process.stdin.flush()
-
-    def others(self, cores: Sequence[int], start: float, end: float) -> float:
-        """CPU seconds per second on ``cores`` that were not this swarm's, the hypervisor's share among
-        them."""
-        time.sleep(max(0.0, start - time.time()))
-        before_s = _busy_s(cores) - self._cpu_s()
-        time.sleep(max(0.0, end - time.time()))
-        used_s = _busy_s(cores) - self._cpu_s() - before_s
-        return used_s / (end - start)
-
-    def _cpu_s(self) -> float:
-        total_s = 0.0
-        for root in (psutil.Process(process.pid) for process in (self._seed, *self.peers)):
-            for one in (root, *root.children(recursive=True)):
-                times = one.cpu_times()
-                total_s += times.user + times.system
-        return total_s
-
-    def stop(self) -> None:
-        for process in (*self.peers, self._seed):
-            if process.poll() is None and process is self._seed:
-                process.send_signal(signal.SIGINT)
-            elif process.stdin is not None:
-                process.stdin.close()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+def _others(cores: Sequence[int], start: float, end: float) -> float:
+    """CPU seconds per second on ``cores`` that were not ours, the hypervisor's share among them."""
+    time.sleep(max(0.0, start - time.time()))
+    before_s = _busy_s(cores) - _ours_s()
+    time.sleep(max(0.0, end - time.time()))
+    return (_busy_s(cores) - _ours_s() - before_s) / (end - start)
 
 
 def _busy_s(cores: Sequence[int]) -> float:
@@ -258,113 +156,135 @@ def _busy_s(cores: Sequence[int]) -> float:
     return sum(sum(one) - one.idle - one.iowait - one.guest - one.guest_nice for one in times)
 
 
-# ---- a peer
+def _ours_s() -> float:
+    each = [one.cpu_times() for one in psutil.Process().children(recursive=True)]
+    return sum(times.user + times.system for times in each)
 
 
-class Work(NamedTuple):
-    ticket: str
-    run: RunConfig
-    device: str
+def _sum_up(peers: Sequence[Sequence[Figures]], others: Sequence[float]) -> Figures:
+    """``peers``: the windows of each (off, on, off, ...); ``others``: foreign CPU per window."""
+    rates = [[window["steps"] / window["wall_s"] for window in windows] for windows in peers]
+    pairs = _on_by_off([sum(together) for together in zip(*rates, strict=True)])
+    quiet = [pair for pair, *both in zip(pairs, others[::2], others[1::2], strict=True) if max(both) <= QUIET]
+    equal_cpu = _on_by_off([_steps_per_cpu_s(together) for together in zip(*peers, strict=True)])
+    of = {"off": [w for windows in peers for w in windows[::2]],
+          "on": [w for windows in peers for w in windows[1::2]]}  # fmt: skip
+    return {
+        "ratio": round(statistics.median(pairs), 4),
+        "ratio_of_pairs": rounded(pairs),
+        "ratio_of_quiet_pairs": round(statistics.median(quiet), 4) if quiet else None,
+        "ratio_at_equal_cpu": round(statistics.median(equal_cpu), 4),
+        "exposed_share": round(max(_share(windows[1::2], "in_step_s") for windows in peers), 5),
+        "exposed_s_share": round(max(_share(windows[1::2], "exposed_s") for windows in peers), 5),
+        "longest_step_call_ms": round(1e3 * max(w["longest_s"] for w in of["on"]), 1),
+        "training_thread": {phase: _training_thread(windows) for phase, windows in of.items()},
+        "cpu_s_per_s": {phase: _other_threads(windows) for phase, windows in of.items()},
+        "others_cpu_s_per_s": {"off": rounded(others[::2]), "on": rounded(others[1::2])},
+        "rounds": sum(w["rounds"] for w in of["on"]),
+    }
 
 
-def _work(layout: Layout, index: int, folder: Path, work: Work) -> None:
-    cores = sorted(os.sched_getaffinity(0))
+def _on_by_off(values: Sequence[float]) -> list[float]:
+    return [on / off for off, on in zip(values[::2], values[1::2], strict=True)]
+
+
+def _steps_per_cpu_s(windows: Sequence[Figures]) -> float:
+    """Of one window of all peers, with the CPU of all their threads and daemons."""
+    cpu_s = sum(value for window in windows for kind, value in window["cpu_s"].items() if kind != "queued")
+    return float(sum(window["steps"] for window in windows) / cpu_s)
+
+
+def _share(windows: Sequence[Figures], key: str) -> float:
+    return float(sum(w[key] for w in windows) / sum(w["wall_s"] for w in windows))
+
+
+def _training_thread(windows: Sequence[Figures]) -> Figures:
+    wall_s, steps = sum(w["wall_s"] for w in windows), sum(w["steps"] for w in windows)
+    cpu_s, queued_s = (sum(w["cpu_s"][key] for w in windows) for key in ("training", "queued"))
+    return {"cpu_share": round(cpu_s / wall_s, 4), "queued_share": round(queued_s / wall_s, 4),
+            "cpu_ms_per_step": round(1e3 * cpu_s / steps, 3)}  # fmt: skip
+
+
+def _other_threads(windows: Sequence[Figures]) -> Figures:
+    kinds = sorted(windows[0]["cpu_s"].keys() - {"training", "queued"})
+    wall_s = sum(w["wall_s"] for w in windows)
+    shares = {kind: sum(w["cpu_s"][kind] for w in windows) / wall_s for kind in kinds}
+    return {kind: round(value, 5) for kind, value in {**shares, "all": sum(shares.values())}.items()}
+
+
+# ---- phases: a peer
+
+
+def _phases_peer(name: str, index: str, folder: str, ticket: str, device: str, *model: str) -> None:
+    layout, cores = LAYOUTS[name], sorted(os.sched_getaffinity(0))
     if layout.spare:  # threads and processes inherit it; then the training thread moves away
         os.sched_setaffinity(0, {cores[1]})
-    seen: list[ev.Event] = []
-    folder.mkdir()
-    with Journal(folder / "events.jsonl") as journal:
+    words = (word.partition("=") for word in model)
+    recipe = load_recipe(RECIPE, {key: int(number) for key, _, number in words}, RunConfig().seed)
+    net = recipe.model.to(device)
+    optimizer = recipe.optimizer(net.parameters())
+    batches, heard = recipe.batches(1 + int(index), recipe.default_batch), {"exposed_s": 0.0, "rounds": 0}
+    fresh = set(range(FRAGMENTS))
 
-        def on_event(event: ev.Event) -> None:
-            journal.write(event)
-            seen.append(event)
+    def hear(event: Any) -> None:
+        if isinstance(event, Progress):
+            heard["exposed_s"] = event.exposed_s
+        elif isinstance(event, RoundCommitted):
+            heard["rounds"] += 1
+        elif isinstance(event, FragmentApplied):
+            fresh.discard(event.fragment)
 
-        training = Training(layout, index, folder, work, on_event)
+    place = Path(folder) / f"peer{index}"
+    count = {"steps": 0, "in_step_s": 0.0, "longest_s": 0.0}
+    with joined(
+        ticket, place, net, optimizer, hear, recipe.learning_rate, min_peers=layout.peers
+    ) as peer:  # fmt: skip
         if layout.spare:
             os.sched_setaffinity(0, {cores[0]})
-        with training.peer:
-            training.warm_up()
-            print(json.dumps({"ready": True}), flush=True)
-            begin_at, phase_s, pairs = sys.stdin.readline().split()
-            timetable = Timetable(float(begin_at), float(phase_s), int(pairs))
-            windows = [training.window(*window) for window in timetable.windows()]
-            exchanging = [(start, end) for on, start, end in timetable.windows() if on]
-            inside = [event for event in seen if any(start <= event.at < end for start, end in exchanging)]
-        print(json.dumps({"windows": windows, **_rounds(inside)}), flush=True)
+
+        def step(on: bool) -> None:
+            batch = next(batches)
+            optimizer.zero_grad(set_to_none=True)
+            loss = recipe.loss(net, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            count["steps"] += 1
+            if on:
+                entered_at = time.perf_counter()
+                peer.step(recipe.tokens(batch), loss)
+                took_s = time.perf_counter() - entered_at
+                count["in_step_s"] += took_s
+                count["longest_s"] = max(count["longest_s"], took_s)
+
+        while fresh:  # training waits for the first rounds by design
+            step(True)
+        say({"ready": True})
+        begin_at, phase_s, pairs = sys.stdin.readline().split()
+        windows = []
+        for on, start, end in Timetable(float(begin_at), float(phase_s), int(pairs)).windows():
+            while time.time() < start:
+                step(on)
+            count["longest_s"] = 0.0
+            before = _reading(count, heard)
+            while time.time() < end:
+                step(on)
+            after = _reading(count, heard)
+            figures = {key: after[key] - before[key] for key in before if key != "cpu_s"}
+            figures["cpu_s"] = {
+                kind: s - before["cpu_s"].get(kind, 0.0) for kind, s in after["cpu_s"].items()
+            }
+            windows.append({**figures, "longest_s": count["longest_s"]})
+    say({"windows": windows})
 
 
-def _rounds(events: Sequence[ev.Event]) -> Figures:
-    names = Counter(event.kind for event in events if event.kind != "progress")
-    committed = [event for event in events if isinstance(event, ev.RoundCommitted)]
-    names.update(f"contributors_{event.contributors}" for event in committed)
-    return {"events": names, "round_s": [event.duration_s for event in committed if event.duration_s]}
-
-
-class Training:
-    """One peer and its inner steps."""
-
-    def __init__(self, layout: Layout, index: int, folder: Path, work: Work, on_event: Any) -> None:
-        recipe = load_recipe(RECIPE, work.run.recipe_options, work.run.seed)
-        self._recipe, self._model = recipe, recipe.model.to(work.device)
-        self._optimizer = recipe.optimizer(recipe.model.parameters())
-        self._batches = recipe.batches(1 + index, recipe.default_batch)
-        config = PeerConfig(folder=folder, min_peers=layout.peers, checkpoint_every_s=1e6)
-        connection = connect(work.ticket, config, on_event)
-        self._network = connection._thread  # the benchmark looks behind the front door for the bytes
-        self.peer: Peer = connection.start(self._model, self._optimizer, recipe.learning_rate)
-        self._in_step_s = self._longest_s = 0.0
-        self._steps = 0
-
-    def warm_up(self) -> None:
-        """Until every fragment's first round is over: training waits for those by design."""
-        while min(self.peer._sync.versions) < 1:
-            self._step(True)
-
-    def window(self, on: bool, start: float, end: float) -> Figures:
-        """Train, and say what happened from ``start`` to ``end`` (unix)."""
-        while time.time() < start:
-            self._step(on)
-        self._longest_s = 0.0
-        before = self._reading()
-        while time.time() < end:
-            self._step(on)
-        after = self._reading()
-        figures = {key: after[key] - before[key] for key in after if key != "cpu_s"}
-        kinds = after["cpu_s"]
-        figures["cpu_s"] = {kind: kinds[kind] - before["cpu_s"].get(kind, 0.0) for kind in kinds}
-        figures["longest_s"] = self._longest_s
-        return figures
-
-    def _step(self, on: bool) -> None:
-        batch = next(self._batches)
-        self._optimizer.zero_grad(set_to_none=True)
-        loss = self._recipe.loss(self._model, batch)
-        loss.backward()
-        self._optimizer.step()
-        self._steps += 1
-        if on:
-            entered_at = time.perf_counter()
-            self.peer.step(self._recipe.tokens(batch), loss)
-            took_s = time.perf_counter() - entered_at
-            self._in_step_s += took_s
-            self._longest_s = max(self._longest_s, took_s)
-
-    def _reading(self) -> Figures:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # a step counts when it is computed
-        return {
-            "wall_s": time.perf_counter(),
-            "steps": self._steps,
-            "in_step_s": self._in_step_s,
-            "exposed_s": self.peer._sync.figures.exposed_s,
-            "up_bytes": self._network.view.traffic_bytes()[0],
-            "cpu_s": _cpu_s(),
-        }
+def _reading(count: Mapping[str, float], heard: Mapping[str, float]) -> Figures:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # a step counts when it is computed
+    return {"wall_s": time.perf_counter(), **count, **heard, "cpu_s": _cpu_s()}
 
 
 def _cpu_s() -> Mapping[str, float]:
-    """CPU seconds of this process by kind of thread; ``queued``: seconds that this thread waited for a
-    core."""
+    """CPU seconds of this process by kind of thread; ``queued``: this thread waited for a core."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     result = dict.fromkeys(("training", "queued", "network", "tensors", "other threads", "daemon"), 0.0)
     for task in Path("/proc/self/task").iterdir():
@@ -372,8 +292,7 @@ def _cpu_s() -> Mapping[str, float]:
             ran_ns, queued_ns, _ = (int(word) for word in (task / "schedstat").read_text().split())
         except FileNotFoundError:  # the thread has just ended
             continue
-        name = names.get(int(task.name), "")
-        kind = name.removeprefix("p2p-co2 ").split("_")[0]
+        kind = names.get(int(task.name), "").removeprefix("p2p-co2 ").split("_")[0]
         if int(task.name) == threading.get_native_id():
             kind, result["queued"] = "training", queued_ns / 1e9
         result[kind if kind in result else "other threads"] += ran_ns / 1e9
@@ -381,6 +300,118 @@ def _cpu_s() -> Mapping[str, float]:
         times = child.cpu_times()
         result["daemon"] += times.user + times.system
     return result
+
+
+# ---- a slow peer
+
+STRAGGLER_WIDTH, FAST, TIMES, STRAGGLER_ROUND_S, REPORT_S = 512, 3, 10.0, 4.0, 1.5
+CASES = {"compute": (TIMES, 1.0), "link": (1.0, 1 / TIMES), "both": (TIMES, 1 / TIMES)}
+"""(times longer steps, share of the rate) of the slow peer."""
+
+
+def straggler(options: argparse.Namespace) -> Figures:
+    """Others' tokens per second beside a slow peer."""
+    answer: Figures = {"bar": 0.98}
+    for name in options.cases:
+        answer[name] = _straggler_case(options, CASES[name])
+        note(name, answer[name])
+    return answer
+
+
+def _straggler_case(options: argparse.Namespace, slow: tuple[float, float]) -> Figures:
+    settings = RunConfig(
+        name="straggler", recipe=OWN_LOOP, fragments=2, codec=CodecConfig(name="int4"),
+        clock=ClockConfig(mode="time", round_s=STRAGGLER_ROUND_S),
+    )  # fmt: skip
+    with bench() as swarm:
+        swarm.start_seed(settings)
+        names = [f"peer{number}" for number in range(FAST + 1)]
+        for number, name in enumerate(names):
+            times, share = slow if number == FAST else (1.0, 1.0)
+            swarm.work(name, __file__, "straggler", swarm.ticket, swarm.folder / name,
+                       options.step_s * times, options.rate * share, number)  # fmt: skip
+        swarm.wait_for_commits(*names[:FAST], count=2)
+        swarm.wait_for(names[FAST], Progress)  # its link may bring no round to its end
+        halves = _halves(options, swarm, names)
+    ratios = [with_["tokens_per_s"] / without["tokens_per_s"] for with_, without in zip(*halves, strict=True)]
+    return {
+        "tokens_with_by_without": round(statistics.median(ratios), 4), "pairs": rounded(ratios),
+        "with": medians(halves[0]), "without": medians(halves[1]),
+    }  # fmt: skip
+
+
+def _halves(
+    options: argparse.Namespace, swarm: Bench, names: Sequence[str]
+) -> tuple[list[Figures], list[Figures]]:
+    """With the slow peer, and while it rests; which comes first changes from pair to pair."""
+    pid = next(child.pid for child in swarm.children if child.name == names[FAST])
+    halves: tuple[list[Figures], list[Figures]] = ([], [])
+    for pair in range(options.pairs):
+        for takes_part in (pair % 2 == 0, pair % 2 == 1):
+            os.kill(pid, signal.SIGUSR2 if takes_part else signal.SIGUSR1)
+            time.sleep(options.settle_s)
+            began_at = time.time()
+            time.sleep(options.seconds)
+            ended_at = time.time()
+            time.sleep(REPORT_S)  # the last report but one is the last before the end
+            each = [_figures(swarm, name, began_at, ended_at) for name in names]
+            means = {key: statistics.mean(one[key] for one in each[:FAST]) for key in each[0]}
+            halves[not takes_part].append({**means, "slow_peer_tokens_per_s": each[FAST]["tokens_per_s"]})
+    return halves
+
+
+def _figures(swarm: Bench, name: str, began_at: float, ended_at: float) -> dict[str, float]:
+    seconds, progress = ended_at - began_at, swarm.events(name, Progress)
+    applied = [event for event in swarm.events(name, FragmentApplied, began_at) if event.at < ended_at]
+    rounds = [event for event in swarm.events(name, RoundCommitted, began_at) if event.at < ended_at]
+    skipped = [event for event in swarm.events(name, SendSkipped, began_at) if event.at < ended_at]
+    return {
+        "tokens_per_s": (tokens_at(progress, ended_at) - tokens_at(progress, began_at)) / seconds,
+        "rounds_per_min": 60 * len(rounds) / seconds,
+        "sync_delay_s": statistics.mean([event.sync_delay_s for event in applied] or [0.0]),
+        "skipped": float(len(skipped)),
+    }
+
+
+def _straggler_peer(ticket: str, folder: str, step_s: str, rate: str, seed: str) -> None:
+    """Paced training until it is interrupted; SIGUSR1 has it rest, SIGUSR2 go on."""
+    torch.manual_seed(0)
+    width = STRAGGLER_WIDTH
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, width))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    data = torch.Generator().manual_seed(int(seed))
+    limits = LimitsConfig(upload_bytes_per_s=float(rate), download_bytes_per_s=float(rate), threads=1)
+    config = {"min_peers": FAST + 1, "carrier": "grpc", "limits": limits}
+    with joined(ticket, Path(folder), model, optimizer, **config) as peer:
+        signal.signal(signal.SIGUSR1, lambda *_: peer.pause())
+        signal.signal(signal.SIGUSR2, lambda *_: peer.go_on())
+        while True:
+            inputs = torch.randn(4, width, generator=data)
+            loss = ((model(inputs) - inputs.roll(1, 1)) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            time.sleep(float(step_s))  # stands for the work of a larger model
+            if not peer.step(tokens=4, loss=loss):
+                break
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    commands = parser.add_subparsers(required=True)
+    made = command(
+        commands, "phases", phases, device=("cpu", "all peers train on it"), pairs=(3, "of phases"),
+        phase_s=(15.0, "a round is left out of each"),
+    )  # fmt: skip
+    made.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=["four", "two", "spare"])
+    made.add_argument("--model", nargs="*", default=[], metavar="KEY=NUMBER", help="of byte-gpt: layers=8")
+    made = command(
+        commands, "straggler", straggler, pairs=(3, "of halves"), seconds=(12.0, "measured in each half"),
+        settle_s=(3.0, "after a change"), step_s=(0.1, "of a fast peer"),
+        rate=(1e6, "bytes per second, each direction"),
+    )  # fmt: skip
+    made.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
+    run(parser, {"phases": _phases_peer, "straggler": _straggler_peer})
 
 
 if __name__ == "__main__":

@@ -1,68 +1,57 @@
-"""What it costs the others when peers die: a swarm in which a random peer is killed every few seconds. Prints
-JSON.
+"""What it costs when peers die, come and give badly: real processes, killed and started. Prints JSON.
 
-    python benchmarks/faults.py [--peers 5] [--kill-s 120] [--every-s 5] [--carrier auto] [--seed 1]
+    python benchmarks/faults.py kills [--peers 5] [--kill-s 120] [--every-s 5] [--carrier auto] [--seed 1]
+    python benchmarks/faults.py catchup [--cases one four killed slow committing interrupted]
 
-Through the console script on loopback: a seed and peers that train a tiny paced model (a step rests 100 ms,
-so that the two cores of a small machine are not what is measured). First ``--calm-s`` in which a single
-newcomer joins; then every ``--every-s`` one peer is killed with SIGKILL, its libp2p daemon with it, and a
-newcomer with a new identity is started at the same moment; then the run ends by itself, and all who are left
-must hold one digest. Every second kill is aimed: it hits the peer that just began a round as its coordinator.
-The others hit anybody, newcomers that are still starting as well.
+``kills``: through the console script, a seed and peers that train a tiny paced model (a step rests 100 ms,
+so that two cores are not what is measured). First ``--calm-s`` in which a lone newcomer joins. Then every
+``--every-s`` a peer is killed (SIGKILL), its libp2p daemon with it, and a newcomer starts at that moment.
+Then the run ends by itself. Every second kill hits a peer that just began a round as its coordinator.
 
-- ``throughput``: inner steps per second and peer while others die, over the same undisturbed: of all peers,
-  for as long as each lived. Bar 0.9. ``exposed_share``: time inside ``peer.step`` of wall time, in both
-  phases: what the swarm itself took from training; the rest of a loss is processor time: a process that
-  starts takes seconds of it, which elsewhere would be another machine's.
-- ``aborted_per_kill``: distinct rounds (fragment, number) that anybody saw aborted after a kill and before
-  the next: most and mean. Bar: most 1. A peer that goes over to the agreed state ends its offer, and that is
-  no round that failed: ``went_over`` counts those. ``killed_while_coordinating``: kills that left a begun
-  round undecided at its coordinator.
-- ``without_a_commit``: the longest time in which any fragment had no commit, in the calm and amid the kills,
-  in seconds and in rounds (a fragment has one in each ``round_s``). No bar.
-- ``newcomer_alone``: seconds from the start of ``p2p-co2 join`` in the calm to its first contribution that
-  was counted, and where they went. Bars: 15 s, 3 rounds. ``newcomers``: the same of those that were started
-  one upon the other in the killing, with too few cores for all: no bar.
-- ``hung``, ``died``: survivors that did not end within a bound, or with an error. Bar: none.
-"""
+- ``throughput``: inner steps per second and peer while others die, over the same undisturbed.
+  ``exposed_share``: time inside ``peer.step``, in both phases.
+- ``aborted_per_kill``: rounds that ended without a commit from a kill to the next. A peer that goes over to
+  the agreed state ends its offer, and that is no round that failed: ``went_over``.
+- ``newcomer_alone``, ``newcomers``: seconds from the start of ``p2p-co2 join`` to the first contribution
+  that was counted, in the calm and amid the kills, and where they went.
+
+``catchup``: donors train a model of 4 * width * width parameters (keep, int4) and give at most
+``CAP_BYTES_PER_S`` each; a newcomer joins when every fragment has had a round, and loads 8 bytes a parameter.
+
+- ``one``, ``four`` donors: four are at least 3 times as fast. ``slow``: one of four gives 30 kB/s and is
+  dropped. ``killed``: one of four is killed in the middle.
+- ``committing``: four donors commit a fragment every 0.5 s, faster than one loads: the newcomer loads each at
+  one version and replays the rounds since. ``interrupted``: the newcomer is killed and started again.
+
+So that one round is enough, the newcomer does not replay what it has only the start of, but in
+``committing``."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import os
-import platform
 import random
 import re
-import signal
 import statistics
 import sys
-import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch
+from common import Figures, Worker, against, bench, command, joined, note, parser_of, run, say
 
 from bootstrap.local_swarm import Child
-from p2p_co2.telemetry.events import (
-    CaughtUp,
-    FragmentApplied,
-    FragmentSent,
-    PeerFinished,
-    PeerJoined,
-    PeerStarted,
-    Progress,
-    RoundBegan,
-    RoundCommitted,
-)
+from p2p_co2.config import OWN_LOOP, ClockConfig, LimitsConfig, RunConfig
+from p2p_co2.node.catchup import CatchupController
+from p2p_co2.telemetry import events as ev
 from tests.campaign import Campaign, choose, paced_run
 
-ROUND_S, FRAGMENTS, STEP_S = 4.0, 2, 0.1
+KILLS_ROUND_S, KILLS_FRAGMENTS, STEP_S = 4.0, 2, 0.1
 BAR_THROUGHPUT, BAR_ABORTED, BAR_JOIN_S, BAR_JOIN_ROUNDS = 0.9, 1, 15.0, 3.0
 LEFT_ALIVE = 2
 """Training peers that are not killed as long as no newcomer has come up: a small machine starts processes
@@ -70,37 +59,25 @@ slowly, and a run whose last peer dies begins anew."""
 SETTLE_S, END_BOUND_S = 25.0, 120.0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--peers", type=int, default=5)
-    parser.add_argument("--calm-s", type=float, default=40.0)
-    parser.add_argument("--kill-s", type=float, default=120.0)
-    parser.add_argument("--every-s", type=float, default=5.0)
-    parser.add_argument("--carrier", default="auto", choices=("auto", "grpc", "libp2p"))
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="where journals stay")
-    options = parser.parse_args()
-    folder = options.out or Path(tempfile.mkdtemp(prefix="p2p-co2-faults-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process outlives us
-    with Campaign(folder) as swarm:
-        answer = _run(swarm, options)
-    machine = {"at": time.strftime("%F %R"), "platform": platform.platform(), "cpus": os.cpu_count()}
-    print(json.dumps({**machine, **answer}, indent=2))
+# ---- kills
 
 
-def _run(swarm: Campaign, options: argparse.Namespace) -> dict[str, Any]:
+def kills(options: argparse.Namespace) -> Figures:
+    """A peer is killed every few seconds."""
+    with bench(options.out) as swarm:
+        return _kills(swarm, options)
+
+
+def _kills(swarm: Campaign, options: argparse.Namespace) -> Figures:
     random_ = random.Random(options.seed)
     start_s = 10.0 + 4.0 * options.peers
-    rounds = math.ceil((start_s + options.calm_s + options.kill_s + SETTLE_S) / ROUND_S)
-    swarm.start_seed(paced_run(ROUND_S, FRAGMENTS, STEP_S, rounds))
+    rounds = math.ceil((start_s + options.calm_s + options.kill_s + SETTLE_S) / KILLS_ROUND_S)
+    swarm.start_seed(paced_run(KILLS_ROUND_S, KILLS_FRAGMENTS, STEP_S, rounds))
     carrier = ("--carrier", options.carrier)
     first = [f"peer-{number}" for number in range(options.peers)]
     for name in first:
         swarm.join(name, "--min-peers", str(options.peers), *carrier)
-    calm_from = swarm.wait_for_commits(*first, count=2 * FRAGMENTS, group=options.peers)
+    calm_from = swarm.wait_for_commits(*first, count=2 * KILLS_FRAGMENTS, group=options.peers)
     time.sleep(options.calm_s / 2)
     alone = swarm.join("alone", *carrier)
     time.sleep(options.calm_s / 2)
@@ -124,7 +101,7 @@ def _run(swarm: Campaign, options: argparse.Namespace) -> dict[str, Any]:
     kills_until = time.time()
     survivors = [child for child in swarm.running() if child.name != "seed"]
     hung = not swarm.wait(survivors, END_BOUND_S)
-    ends = [swarm.events(child.name, PeerFinished)[-1] for child in survivors if not child.running()]
+    ends = [swarm.events(child.name, ev.PeerFinished)[-1] for child in survivors if not child.running()]
     names = [child.name for child in swarm.children if child.name != "seed"]
     return {
         "peers": options.peers,
@@ -133,7 +110,6 @@ def _run(swarm: Campaign, options: argparse.Namespace) -> dict[str, Any]:
         "rounds_committed": len({key for name in names for key in _commits(swarm, name)}),
         "throughput": _throughput(swarm, names, (calm_from, kills_from), (kills_from, kills_until)),
         **_aborted(swarm, names, victims, kills_until),
-        "without_a_commit": _without_a_commit(swarm, names, (calm_from, kills_from, kills_until)),
         "newcomer_alone": _newcomers(swarm, [alone]),
         "newcomers": _newcomers(swarm, newcomers),
         "survivors": len(survivors),
@@ -145,26 +121,23 @@ def _run(swarm: Campaign, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _trains(swarm: Campaign, child: Child) -> bool:
-    return any(event.phase == "training" for event in swarm.events(child.name, Progress))
+    return any(event.phase == "training" for event in swarm.events(child.name, ev.Progress))
 
 
 def _commits(swarm: Campaign, name: str) -> set[tuple[int, int]]:
-    return {(event.fragment, event.round) for event in swarm.events(name, RoundCommitted)}
+    return {(event.fragment, event.round) for event in swarm.events(name, ev.RoundCommitted)}
 
 
 def _throughput(
     swarm: Campaign, names: Sequence[str], calm: tuple[float, float], kills: tuple[float, float]
-) -> dict[str, Any]:
+) -> Figures:
     rates, exposed = [], []
     for since, until in (calm, kills):
         done = [swarm.steps(name, since, until) for name in names]
         rates.append(sum(steps for steps, _ in done) / sum(seconds for _, seconds in done))
         exposed.append(_exposed_share(swarm, names, since, until))
-    ratio = rates[1] / rates[0]
     return {
-        "ratio": round(ratio, 3),
-        "bar": BAR_THROUGHPUT,
-        "met": ratio >= BAR_THROUGHPUT,
+        "ratio": against(rates[1] / rates[0], BAR_THROUGHPUT),
         "calm_steps_per_s": round(rates[0], 3),
         "kills_steps_per_s": round(rates[1], 3),
         "exposed_share": [round(share, 4) for share in exposed],
@@ -176,7 +149,7 @@ def _exposed_share(swarm: Campaign, names: Sequence[str], since: float, until: f
     for name in names:
         reports = [
             event
-            for event in swarm.events(name, Progress, since)
+            for event in swarm.events(name, ev.Progress, since)
             if event.at <= until and event.phase == "training" and event.wall_s > 0
         ]
         if len(reports) > 1:
@@ -187,7 +160,7 @@ def _exposed_share(swarm: Campaign, names: Sequence[str], since: float, until: f
 
 def _aborted(
     swarm: Campaign, names: Sequence[str], victims: Sequence[tuple[float, Child]], until: float
-) -> dict[str, Any]:
+) -> Figures:
     ended = [event for name in names for event in swarm.aborts(name)]
     aborts = [event for event in ended if not went_over(event.reason)]
     edges = [at for at, _ in victims] + [until + SETTLE_S]
@@ -198,17 +171,13 @@ def _aborted(
     decided = {key: True for name in names for key in _commits(swarm, name)}
     caught = 0
     for at, victim in victims:
-        began = [event for event in swarm.events(victim.name, RoundBegan) if event.at > at - 3.0]
+        began = [event for event in swarm.events(victim.name, ev.RoundBegan) if event.at > at - 3.0]
         own = _commits(swarm, victim.name)
         caught += any((event.fragment, event.round) not in own for event in began)
     return {
-        "aborted_per_kill": {
-            "most": max(per_kill),
-            "mean": round(statistics.mean(per_kill), 2),
-            "bar": BAR_ABORTED,
-            "met": max(per_kill) <= BAR_ABORTED,
-            "rounds_decided": len(decided),
-        },
+        "aborted_per_kill": against(max(per_kill), BAR_ABORTED, at_most=True),
+        "aborted_per_kill_mean": round(statistics.mean(per_kill), 2),
+        "rounds_decided": len(decided),
         "went_over": len(ended) - len(aborts),
         "killed_while_coordinating": caught,
         "abort_reasons": dict(Counter(event.reason[:80] for event in aborts).most_common(8)),
@@ -221,94 +190,168 @@ def went_over(reason: str) -> bool:
     return re.fullmatch(r"version \d+ is the agreed state now", reason) is not None
 
 
-def _without_a_commit(
-    swarm: Campaign, names: Sequence[str], edges: tuple[float, float, float]
-) -> dict[str, Any]:
-    made_at: dict[tuple[int, int], float] = {}
-    for name in names:
-        for event in swarm.events(name, RoundCommitted):
-            key = event.fragment, event.round
-            made_at[key] = min(event.at, made_at.get(key, event.at))
-    answer: dict[str, Any] = {"round_s": ROUND_S}
-    for phase, (since, until) in zip(("calm", "kills"), itertools.pairwise(edges), strict=True):
-        longest_s, fragment = longest_gap(made_at, FRAGMENTS, since, until)
-        rounds = round(longest_s / ROUND_S, 2)
-        answer[phase] = {"longest_s": round(longest_s, 1), "in_rounds": rounds, "fragment": fragment}
+def _newcomers(swarm: Campaign, newcomers: Sequence[Child]) -> Figures:
+    """Seconds from each one's start to its first contribution; those that were killed before are left out."""
+    took, rounds = list[float](), list[float]()
+    for child in newcomers:
+        counted = [event for event in swarm.events(child.name, ev.FragmentApplied) if event.contributed]
+        if counted:
+            took.append(counted[0].at - child.started_at)
+            rounds.append((counted[0].at - swarm.events(child.name, ev.PeerStarted)[0].at) / KILLS_ROUND_S)
+    if not took:
+        return {"contributed": 0}
+    return {
+        "started": len(newcomers), "contributed": len(took),
+        "join_to_contribution_s": {
+            "median": round(statistics.median(took), 1), "most": against(max(took), BAR_JOIN_S, at_most=True),
+        },
+        "rounds_most": against(max(rounds), BAR_JOIN_ROUNDS, at_most=True),
+    }  # fmt: skip
+
+
+# ---- catching up
+
+CAP_BYTES_PER_S, SLOW_BYTES_PER_S = 2e6, 30e3
+FRAGMENTS, ROUND_S, FAST_ROUND_S, BOUND_S = 4, 20.0, 2.0, 200.0
+VERSIONS_BEFORE = 10
+"""In ``committing``, more than what can be replayed."""
+CASES: dict[str, Figures] = {
+    "one": {"donors": 1},
+    "four": {"donors": 4},
+    "killed": {"donors": 4, "kill_after_s": 2.5},
+    "slow": {"donors": 4, "slow": 1},
+    "committing": {"donors": 4, "round_s": FAST_ROUND_S},
+    "interrupted": {"donors": 4, "restart_after_s": 3.0},
+}
+
+
+def catchup(options: argparse.Namespace) -> Figures:
+    """A newcomer loads the agreed state from donors of several kinds."""
+    rows = {case: _catchup_case(case, options.width) for case in options.cases}
+    answer: Figures = {"state_bytes": 8 * 4 * options.width**2, "cases": rows}
+    if {"one", "four"} <= rows.keys():
+        times = rows["four"]["rate_bytes_per_s"] / rows["one"]["rate_bytes_per_s"]
+        answer["four_over_one"] = against(times, 3.0)
     return answer
 
 
-def longest_gap(
-    made_at: Mapping[tuple[int, int], float], fragments: int, since: float, until: float
-) -> tuple[float, int]:
-    """The longest time between two commits of one fragment, of which part lies between ``since`` and
-    ``until``, and that fragment. ``made_at``: of (fragment, round), when the first peer had it. What came
-    before the first commit, or would come after the last one, counts from ``since`` and up to ``until``."""
-    longest = (0.0, 0)
-    for fragment in range(fragments):
-        times = sorted(at for (of, _), at in made_at.items() if of == fragment)
-        before = [at for at in times if at <= since] or [since]
-        after = [at for at in times if at >= until] or [until]
-        around = [before[-1], *(at for at in times if since < at < until), after[0]]
-        gap = max(later - at for at, later in itertools.pairwise(around))
-        longest = max(longest, (gap, fragment))
-    return longest
+def _catchup_case(case: str, width: int) -> Figures:
+    settings = CASES[case]
+    count, is_committing = settings["donors"], "round_s" in settings
+    clock = ClockConfig(mode="time", round_s=settings.get("round_s", ROUND_S))
+    with ExitStack() as stack:
+        swarm = stack.enter_context(bench())
+        swarm.start_seed(RunConfig(recipe=OWN_LOOP, fragments=FRAGMENTS, clock=clock))
+        shared = (swarm.ticket, swarm.folder, width, count)
+        donors = []
+        for number in range(count):
+            cap = SLOW_BYTES_PER_S if number < settings.get("slow", 0) else CAP_BYTES_PER_S
+            told = (f"donor{number}", cap, VERSIONS_BEFORE if is_committing else 1)
+            donors.append(stack.enter_context(Worker(__file__, "donor", *shared, *told)))
+        for donor in donors:
+            donor.answer()
+        asked = (*shared, "replay" if is_committing else "states")
+        newcomer = stack.enter_context(Worker(__file__, "newcomer", *asked))
+        if wait_s := settings.get("restart_after_s", settings.get("kill_after_s")):
+            newcomer.answer()
+            time.sleep(wait_s)
+            dead = donors[0] if "kill_after_s" in settings else newcomer
+            dead.process.kill()
+            dead.process.wait()
+            if dead is newcomer:
+                newcomer = stack.enter_context(Worker(__file__, "newcomer", *asked))
+        row: Figures = {}
+        while "rate_bytes_per_s" not in row:
+            row = newcomer.answer()
+    note(case, row)
+    return row
 
 
-def _newcomers(swarm: Campaign, newcomers: Sequence[Child]) -> dict[str, Any]:
-    rows = [row for child in newcomers if (row := _first_contribution(swarm, child)) is not None]
-    parts = ("imports_and_dht_s", "first_peer_s", "caught_up_s", "first_send_s", "counted_s")
-    if not rows:
-        return {"contributed": 0}
-    return {
-        "started": len(newcomers),
-        "contributed": len(rows),
-        "join_to_contribution_s": {
-            "median": round(statistics.median(row["all_s"] for row in rows), 1),
-            "most": round(max(row["all_s"] for row in rows), 1),
-            "bar": BAR_JOIN_S,
-            "met": max(row["all_s"] for row in rows) <= BAR_JOIN_S,
-        },
-        "rounds": {
-            "median": round(statistics.median(row["rounds"] for row in rows), 2),
-            "most": round(max(row["rounds"] for row in rows), 2),
-            "bar": BAR_JOIN_ROUNDS,
-            "met": max(row["rounds"] for row in rows) <= BAR_JOIN_ROUNDS,
-        },
-        "where_the_median_went": {
-            part: round(statistics.median(row[part] for row in rows), 2) for part in parts
-        },
-    }
+def _model(width: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(int(width), int(width), bias=False) for _ in range(4)))
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
-def _first_contribution(swarm: Campaign, child: Child) -> dict[str, float] | None:
-    """Seconds of a newcomer's road, part by part; None for one that was killed on it."""
+def _learn(model: torch.nn.Module) -> None:
+    """Stands for an inner step: changes every parameter, and takes little of two cores that many share."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.999)
+    time.sleep(0.05)
 
-    def first(events: Sequence[Any], after: float) -> float:
-        return next((event.at for event in events if event.at >= after), after)
 
-    name, began_at = child.name, child.started_at
-    started = swarm.events(name, PeerStarted)
-    counted = [event for event in swarm.events(name, FragmentApplied) if event.contributed]
-    if not started or not counted:
-        return None
-    up_at, counted_at = started[0].at, counted[0].at
-    heard_at = first(swarm.events(name, PeerJoined), up_at)
-    training = [event for event in swarm.events(name, Progress) if event.phase == "training"]
-    caught_up = [event.at for event in swarm.events(name, CaughtUp)]
-    trains_at = first(training, heard_at)
-    ready_at = max([trains_at, *(at for at in caught_up if at <= counted_at)])
-    ready_at = min(ready_at, counted_at)
-    sent = [event for event in swarm.events(name, FragmentSent) if event.at <= counted_at]
-    sent_at = sent[-1].at if sent else counted_at
-    return {
-        "all_s": counted_at - began_at,
-        "rounds": (counted_at - up_at) / ROUND_S,
-        "imports_and_dht_s": up_at - began_at,
-        "first_peer_s": heard_at - up_at,
-        "caught_up_s": trains_at - heard_at,
-        "first_send_s": max(0.0, sent_at - trains_at),
-        "counted_s": counted_at - sent_at,
-    }
+def _donor(ticket: str, folder: str, width: str, count: str, name: str, cap: str, ready_at: str) -> None:
+    model, optimizer = _model(width)
+    versions, said, over = dict.fromkeys(range(FRAGMENTS), 0), False, threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+
+    def hear(event: ev.Event) -> None:
+        if isinstance(event, ev.FragmentApplied):
+            versions[event.fragment] = event.version
+
+    config = {"min_peers": int(count), "limits": LimitsConfig(upload_bytes_per_s=float(cap))}
+    with joined(ticket, Path(folder) / name, model, optimizer, hear, **config) as peer:
+        while peer.step(tokens=1, loss=0.0) and not over.is_set():
+            _learn(model)
+            if not said and min(versions.values()) >= int(ready_at):
+                said = True
+                say({"ready": name})
+        peer.stop()
+
+
+def _newcomer(ticket: str, folder: str, width: str, count: str, how: str) -> None:
+    if how == "states":
+        replayable = CatchupController._replayable
+        CatchupController._replayable = lambda self, fragment: (  # type: ignore[method-assign]
+            replayable(self, fragment) if self._state.agreed[fragment].version else 0
+        )
+    model, optimizer = _model(width)
+    states, replays, refused, contributed_at = list[ev.CaughtUp](), 0, list[str](), list[float]()
+    began_at = time.monotonic()
+
+    def hear(event: ev.Event) -> None:
+        nonlocal replays
+        if isinstance(event, ev.PeerStarted):
+            say({"connected": True})
+        elif isinstance(event, ev.CaughtUp) and event.how == "state":
+            states.append(event)
+        elif isinstance(event, ev.CaughtUp):
+            replays += 1
+        elif isinstance(event, ev.MessageRefused):
+            refused.append(event.reason)
+        elif isinstance(event, ev.FragmentApplied) and event.contributed:
+            contributed_at.append(time.monotonic())
+
+    place = Path(folder) / "newcomer"
+    with joined(ticket, place, model, optimizer, hear, min_peers=int(count)) as peer:
+        abreast_at = time.monotonic()
+        while not contributed_at and time.monotonic() < abreast_at + BOUND_S:
+            peer.step(tokens=1, loss=0.0)
+            _learn(model)
+        peer.stop()
+    loading_s = max(one.at for one in states) - min(one.at - one.duration_s for one in states)
+    say({
+        "rate_bytes_per_s": round(sum(one.bytes for one in states) / loading_s),
+        "loading_s": round(loading_s, 2), "loaded_bytes": sum(one.bytes for one in states),
+        "donors": [one.donors for one in states], "seconds": [round(one.duration_s, 2) for one in states],
+        "refused": refused, "replays": replays, "start_to_abreast_s": round(abreast_at - began_at, 2),
+        "abreast_to_contribution_s": round(contributed_at[0] - abreast_at, 2) if contributed_at else None,
+    })  # fmt: skip
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    commands = parser.add_subparsers(required=True)
+    made = command(
+        commands, "kills", kills, peers=(5, "at the start"), calm_s=(40.0, "before the kills"),
+        kill_s=(120.0, "of killing"), every_s=(5.0, "between two kills"), seed=(1, "of whom they hit"),
+        out=(None, "where journals stay"),
+    )  # fmt: skip
+    made.add_argument("--carrier", default="auto", choices=("auto", "grpc", "libp2p"))
+    made = command(commands, "catchup", catchup, width=(1000, "parameters: 4 * width * width"))
+    made.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
+    run(parser, {"donor": _donor, "newcomer": _newcomer})
 
 
 if __name__ == "__main__":

@@ -1,192 +1,85 @@
-"""What lying peers cost the others: in a laboratory, and as real processes.
+"""What hostile peers cost the others: liars and floods, as real processes.
 
-Each case is a line of ``CASES``: who is there, how fast, and what the last of them do. The laboratory is that
-of ``defence_tax``: rounds in which everybody is, with the product's weights, rule, codec, outer step, and its
-law about means that do not hold what was sent. A round that too few sign is not made; its work waits for the
-next one. In processes the liars run the product with one function changed.
+    python benchmarks/hostile.py lies [--cases owner boast ...] [--rounds 30] [--steps 40]
+    python benchmarks/hostile.py flood [--pairs 4] [--window-s 14] [--kinds part ping ...]
 
-    python benchmarks/hostile.py [--cases owner boast ...] [--rounds 30] [--seeds 1] [--processes]
+``lies``: each case is a line of ``CASES``: who is there, and what the last of them do. Liars run the product
+with one function changed. Rounds are by inner steps, so a loss depends on the machine only where a peer is
+late. Reported: held-out loss over that of the same honest peers alone, less 1; rounds that came to nothing;
+who was refused or found to lie. One run of one seed says little of a per cent.
 
-Reported for each case: held-out loss over that of the same honest peers alone, less 1; rounds of a fragment
-that came to nothing; of a hundred liars' parts how many were refused, and the honest parts that were; the
-share of the first peer's work that counts, of what the weight cap allows. JSON.
-
-Price: the laboratory knows no late or lost message. A process is one run of one seed, and says little of a
-per cent.
-"""
+``flood``: three peers train by paced steps over gRPC. In every other window somebody floods the first of
+them as fast as it reads, over four links of one identity, and takes a new identity as soon as the last is
+shut out; or opens links without end ("links"), or connections on which a TLS handshake comes a byte at a
+time ("trickle"). Reported: medians over the windows of each kind, and of the ratios of neighbours. The flood
+takes processor time of this machine, which is told."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
-import signal
 import statistics
-import sys
-import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterator
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from defence_tax import Averaged, Together, by_speed, play
-from loss_model import FRAGMENTS, Windows, flatten, held_out_loss, unflatten_
+from common import Bench, Figures, against, bench, command, joined, medians, note, parser_of, run
 
 from p2p_co2.config import ClockConfig, PeerConfig, RunConfig
-from p2p_co2.protocol.rounds import Likeness
-from p2p_co2.protocol.rounds.attempt import Attempt, Share, capped, is_quorum
-from p2p_co2.protocol.rounds.exchange import Findings, PartState, has_a_say, may_be_true
+from p2p_co2.errors import P2PCo2Error, PeerLost
+from p2p_co2.node.network import Network
+from p2p_co2.protocol.rounds.attempt import Attempt
+from p2p_co2.protocol.rounds.exchange import PartState
 from p2p_co2.recipes import load_recipe, recipe_digest
-from p2p_co2.recipes.corpus import embedded_corpus
 from p2p_co2.system.memory import Buffer
-from p2p_co2.telemetry.events import MessageRefused, RoundAborted, RoundCommitted, Warned
-from p2p_co2.telemetry.journal import Journal
-from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import Mean, centred_mean, compare, reduce_slices
+from p2p_co2.telemetry.events import MessageRefused, Progress, RoundAborted, RoundCommitted, Warned
+from p2p_co2.tensors.aggregation import Mean
 from p2p_co2.tensors.codec import Codec
+from p2p_co2.ticket import Ticket
 from p2p_co2.trained import Trained
-from p2p_co2.trainer import connect
 from p2p_co2.trainer.ledger import worker
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.wire.identity import PeerId
-from tests.swarms import ROOT, Swarm
+from p2p_co2.wire.limits import PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import Envelope, Part, Ping, Ready, RoundKey
+from tests.campaign import paced_run
 
-Figures = dict[str, Any]
 END_BOUND_S = 3600.0
 LIED = "averages no more"
 """In the warning of a peer that an owner lied."""
 
 
 class Case(NamedTuple):
-    """``every``: inner steps of the fastest peer for one of each; the last ``liars`` of them lie. ``mean``,
-    ``change``: what a liar multiplies the means that it makes, and what it learned, with; ``claim``: how
-    many times its work it claims; ``owned``: how many equal shares it averages, as its line claims;
-    ``two_faced``: whether it sends each peer another mean, and signs them all; ``narrow``: whether, in its
-    turns to coordinate, it takes in a bare majority (what the others learned is lost here); ``ghost``:
-    whether it comes after the first exchange, says that it trains, and makes no step (processes alone)."""
+    """The last ``liars`` of ``peers`` lie. ``mean``, ``change``: what a liar multiplies the means that it
+    makes, and what it learned, with. ``claim``: how many times its work it claims. ``two_faced``: it sends
+    each peer another mean, and signs them all. ``ghost``: it comes after the first exchange, says that it
+    trains, and makes no step."""
 
-    every: tuple[int, ...]
+    peers: int
     liars: int = 0
     mean: float = 1.0
     change: float = 1.0
     claim: float = 1.0
-    owned: int = 1
     two_faced: bool = False
-    narrow: bool = False
     ghost: bool = False
 
 
 CASES = {
-    "owner": Case((1,) * 4, 1, mean=-1.0),
-    "owner of a claimed line": Case((1,) * 8, 1, mean=-1.0, owned=2),
-    "owner ten times": Case((1,) * 4, 1, mean=-10.0),
-    "owner too long": Case((1,) * 4, 1, mean=10.0),
-    "owner with two faces": Case((1,) * 4, 1, two_faced=True),
-    "boast": Case((1,) * 4, 1, change=-1.0, claim=1e6),
-    "boast of three": Case((1,) * 8, 3, change=-1.0, claim=1e6),
-    "narrow groups": Case((1,) * 8, 1, change=-1.0, claim=1e6, narrow=True),
-    "ghosts": Case((1,) * 6, 3, ghost=True),
-    "fast": Case((1, 8, 8, 8, 8)),
-    "uneven": Case((1, 1, 8, 8)),
-    "equal": Case((1,) * 8),
+    "owner": Case(4, 1, mean=-1.0),
+    "owner ten times": Case(4, 1, mean=-10.0),
+    "owner too long": Case(4, 1, mean=10.0),
+    "owner with two faces": Case(4, 1, two_faced=True),
+    "boast": Case(4, 1, change=-1.0, claim=1e6),
+    "boast of three": Case(8, 3, change=-1.0, claim=1e6),
+    "ghosts": Case(6, 3, ghost=True),
 }
-
-
-# ---- the laboratory
-
-
-class Attacked(Averaged):
-    """One fragment of a swarm in which the last peers lie. ``liars``: owners that were found out."""
-
-    def __init__(self, run: RunConfig, names: Sequence[str], groups: Sequence[Together], case: Case) -> None:
-        super().__init__(run, names, groups[0].params)
-        self._case, self.counts = case, Counter[str]()
-        self.peers = [PeerId(f"{peer:02}") for peer in range(len(case.every))]
-        self.caught: set[PeerId] = set()
-
-    @cached_property
-    def _lying(self) -> set[PeerId]:
-        return set(self.peers[len(self.peers) - self._case.liars :])
-
-    def _owners(self, round_: int) -> list[PeerId]:
-        """Of as many parts as there are peers."""
-        trusted = [peer for peer in self.peers if peer not in self.caught]
-        claimed = [peer for peer in trusted if peer in self._lying for _ in range(self._case.owned)]
-        honest = [peer for peer in trusted if peer not in self._lying]
-        left = len(self.peers) - len(claimed)
-        return [*(honest[(round_ + part) % len(honest)] for part in range(left)), *claimed]
-
-    def _members(self, round_: int) -> list[PeerId]:
-        """All peers; of a narrow group the liars and as many others, another time others, as they need."""
-        count = len(self.peers)
-        if not self._case.narrow or round_ % count:
-            return self.peers
-        honest = [peer for peer in self.peers if peer not in self._lying]
-        first, needed = round_ // count, count // 2 + 1 - len(self._lying)
-        return sorted([*self._lying, *(honest[(first + more) % len(honest)] for more in range(needed))])
-
-    def average(self, groups: Sequence[Together], tokens: Sequence[float]) -> None:
-        case, codec, round_ = self._case, self._codec, self.state.version + 1
-        done, members = dict(zip(self.peers, tokens, strict=True)), self._members(round_)
-        shares = {
-            peer: Share(done[peer] * (case.claim if peer in self._lying else 1.0), 0) for peer in members
-        }
-        weights = capped(shares, self._run.weight_cap)
-        offers: dict[PeerId, memoryview] = {}
-        for group in groups:
-            for index, live in zip(group.peers, flatten(group.params, self._names), strict=True):
-                peer = self.peers[index]
-                gradient = (self.state.params - live) * (case.change if peer in self._lying else 1.0)
-                if peer in shares:
-                    offers[peer] = memoryview(codec.encode(gradient).numpy())
-        owners, size = self._owners(round_), len(offers[members[-1]])
-        part_bytes = -(-size // codec.block_bytes // len(owners)) * codec.block_bytes
-        means, found = bytearray(), {peer: dict[int, tuple[PeerId, bool]]() for peer in members}
-        for part, start in enumerate(range(0, size, part_bytes)):
-            owner = owners[part]
-            slices = [(peer, weights[peer], one[start : start + part_bytes]) for peer, one in offers.items()]
-            mean = reduce_slices(centred_mean, codec, slices)
-            encoded = scaled(codec, mean.encoded, case.mean) if owner in self._lying else mean.encoded
-            means += encoded
-            for (peer, asked, data), counted in zip(slices, mean.weights, strict=True):
-                if peer == owner:
-                    found[peer][part] = owner, True
-                elif 4 * counted >= asked and has_a_say(peer, shares):
-                    found[peer][part] = owner, may_be_true(Likeness(*compare(codec, data, encoded)))
-                if peer == self.peers[0]:
-                    self.counts["counted"] += round(1e6 * counted / asked)
-                    self.counts["asked"] += 10**6
-        if self._is_signed(found, owners):
-            mean_values = codec.decode(torch.frombuffer(means, dtype=torch.uint8))
-            mean_values = mean_values[: self.state.params.numel()]
-            self.state, _ = outer.step(self._run.outer, self.state, mean_values, self.state.version)
-            for group in groups:
-                unflatten_(group.params, self._names, self.state.params.expand(len(group.peers), -1))
-
-    def _is_signed(self, found: dict[PeerId, dict[int, tuple[PeerId, bool]]], owners: list[PeerId]) -> bool:
-        """Whether a quorum signs; who lied to more than half of the others averages no more."""
-        refused = {
-            peer: Findings(looked).refused for peer, looked in found.items() if peer not in self._lying
-        }
-        accused = Counter(owner for parts in refused.values() for owner in {owners[part] for part in parts})
-        for peer, looked in found.items():
-            for part, (owner, _) in looked.items():
-                if peer not in self._lying and owner != peer:
-                    who = "liars'" if owner in self._lying and self._case.mean != 1.0 else "honest"
-                    self.counts[f"{who} parts"] += 1
-                    self.counts[f"{who} parts refused"] += part in refused[peer]
-        self.caught |= {owner for owner, times in accused.items() if 2 * times > len(found) - 1}
-        signers = [peer for peer in found if not refused.get(peer)]
-        proved = self._lying.intersection(owners) if self._case.two_faced else set[PeerId]()
-        self.caught |= proved
-        is_signed = not proved and is_quorum(signers, len(self.peers), self.peers[-1])  # a liar coordinates
-        self.counts["rounds lost"] += not is_signed
-        return is_signed
 
 
 def scaled(codec: Codec, mean: Buffer, times: float) -> memoryview:
@@ -196,63 +89,29 @@ def scaled(codec: Codec, mean: Buffer, times: float) -> memoryview:
     return memoryview(codec.encode(values * times).numpy())
 
 
-def train(case: Case, rounds: int, steps: int, seed: int) -> tuple[float, Counter[str]]:
-    """Held-out loss of the agreed parameters, and what was counted on the way."""
-    torch.set_num_threads(1)
-    run, corpus = RunConfig(), embedded_corpus()
-    groups = by_speed(seed, case.every)
-    names = [[name for name, _, _ in fragment] for fragment in FRAGMENTS]
-    fragments = [Attacked(run, some, groups, case) for some in names]
-    for fragment in fragments[1:]:
-        fragment.caught = fragments[0].caught  # a peer remembers for all fragments
-    play(groups, fragments, Windows(corpus, seed, rounds * steps, 8), rounds, steps)  # the same without liars
-    return held_out_loss(groups[0].params, corpus), sum((one.counts for one in fragments), Counter())
-
-
-def in_laboratory(case: Case, options: argparse.Namespace) -> Figures:
-    over, total = [], Counter[str]()
-    for seed in range(options.seeds):
-        loss, counts = train(case, options.rounds, options.steps, seed)
-        total += counts
-        honest = Case(case.every[: len(case.every) - case.liars])
-        clean = train(honest, options.rounds, options.steps, seed)[0] if case.liars else loss
-        over.append((loss, clean))
-    return {
-        "loss": [round(loss, 4) for loss, _ in over],
-        "over_clean": round(statistics.median(loss / clean - 1 for loss, clean in over), 4),
-        "first_peer_counted": round(total.pop("counted") / total.pop("asked"), 4),
-        **total,
-    }
-
-
 # ---- processes
 
 
-def in_processes(case: Case, options: argparse.Namespace) -> Figures:
-    """The built-in recipe by inner steps: a loss depends on the machine only where a peer is late."""
-    run = RunConfig(
-        name="hostile",
-        recipe="byte-gpt",
-        recipe_digest=recipe_digest("byte-gpt", {}),
-        clock=ClockConfig(mode="steps", inner_steps_per_round=options.steps, rounds=options.rounds),
-    )
-    names = [f"peer{number}" for number in range(len(case.every))]
-    with tempfile.TemporaryDirectory() as folder:
-        swarm = Swarm(Path(folder), run)
-        try:
-            for number, name in enumerate(names):
-                liar = case if number >= len(names) - case.liars else Case(())
-                script, place = str(ROOT / "benchmarks" / "hostile.py"), str(Path(folder) / name)
-                least = len(names) - case.liars * case.ghost
-                told = [swarm.ticket, place, str(least), str(number), json.dumps(liar)]
-                if liar.ghost:
-                    swarm.wait_for(names[0], RoundCommitted)
-                swarm.start(name, [sys.executable, script, "--worker", *told])
-            swarm.wait(*names[: len(names) - case.liars], bound_s=END_BOUND_S)
-            loss = Trained.load(Path(folder) / names[0] / "checkpoint").held_out_loss()
-            events = swarm.events(names[0])
-        finally:
-            swarm.close()
+def _swarm_of(case: Case, options: argparse.Namespace) -> Figures:
+    """The built-in recipe, and what the first peer saw."""
+    clock = ClockConfig(mode="steps", inner_steps_per_round=options.steps, rounds=options.rounds)
+    digest = recipe_digest("byte-gpt", {})
+    names = [f"peer{number}" for number in range(case.peers)]
+    honest = names[: len(names) - case.liars]
+    with bench() as swarm:
+        swarm.start_seed(RunConfig(name="hostile", recipe="byte-gpt", recipe_digest=digest, clock=clock))
+        for number, name in enumerate(names):
+            liar = case if name not in honest else Case(0)
+            least = case.peers - case.liars * case.ghost
+            if liar.ghost:
+                swarm.wait_for(names[0], RoundCommitted)
+            swarm.work(
+                name, __file__, "peer", swarm.ticket, swarm.folder / name, least, number, json.dumps(liar)
+            )
+        if not swarm.wait([child for child in swarm.children if child.name in honest], END_BOUND_S):
+            return {"failed": swarm.tails()}
+        loss = Trained.load(swarm.folder / names[0] / "checkpoint").held_out_loss()
+        events = swarm.all_events(names[0])
     named = Counter(event.other[-6:] for event in events if isinstance(event, MessageRefused))
     named.update(
         event.text.split()[1][-6:] for event in events if isinstance(event, Warned) and LIED in event.text
@@ -299,59 +158,253 @@ def lie(mean: float, change: float) -> None:
     FragmentState.offer = false_offer  # type: ignore[method-assign]
 
 
-def work(ticket: str, place: str, peers: str, number: str, lies: str) -> None:
+def _peer(ticket: str, place: str, peers: str, number: str, told: str) -> None:
     """One peer: the recipe's loop through the library's front door."""
-    torch.set_num_threads(1)
-    mine = Case(*json.loads(lies))
+    mine = Case(*json.loads(told))
     if mine.two_faced:
         lie_to_each()
     if (mine.mean, mine.change) != (1.0, 1.0):
         lie(mine.mean, mine.change)
-    recipe, folder = load_recipe("byte-gpt", {}, seed=0), Path(place)
+    recipe = load_recipe("byte-gpt", {}, seed=0)
     model, optimizer = recipe.model, recipe.optimizer(recipe.model.parameters())
-    config = PeerConfig(
-        folder=folder, min_peers=int(peers), carrier="grpc", checkpoint_every_s=1e6, board=False
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    with Journal(folder / "events.jsonl") as journal:
-        peer = connect(ticket, config, journal.write).start(
-            model, optimizer, learning_rate=recipe.learning_rate
-        )
-        signal.signal(signal.SIGINT, lambda *_: peer.stop())
-        with peer:
-            while mine.ghost:
-                time.sleep(1.0)
-            for batch in recipe.batches(1000 + int(number), recipe.default_batch):
-                loss = recipe.loss(model, batch)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                if not peer.step(tokens=int(recipe.tokens(batch) * mine.claim), loss=loss.detach()):
+    config = {"min_peers": int(peers), "carrier": "grpc"}
+    with joined(ticket, Path(place), model, optimizer, None, recipe.learning_rate, **config) as peer:
+        while mine.ghost:
+            time.sleep(1.0)
+        for batch in recipe.batches(1000 + int(number), recipe.default_batch):
+            loss = recipe.loss(model, batch)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if not peer.step(tokens=int(recipe.tokens(batch) * mine.claim), loss=loss.detach()):
+                break
+
+
+def lies(options: argparse.Namespace) -> Figures:
+    """Peers that lie about means, about what they learned, and about how much."""
+    answer, clean = Figures(), dict[int, float]()
+    for name in options.cases:
+        case = CASES[name]
+        if (honest := case.peers - case.liars) not in clean:
+            clean[honest] = _swarm_of(Case(honest), options)["loss"]
+        answer[name] = _swarm_of(case, options)
+        answer[name]["over_clean"] = round(answer[name]["loss"] / clean[honest] - 1, 4)
+        note(name, answer[name])
+    return answer
+
+
+# ---- floods
+
+HONEST = ("a", "b", "c")
+LINKS = 4
+CONNECTIONS, TRICKLE_S = 300, 0.05
+"""Held at a time by one that trickles, and between two bytes on each: as slow as nobody's line is."""
+HELLO = b"\x16\x03\x01\x3f\xff\x01\x00\x3f\xfb\x03\x03"
+"""How a TLS record of 16 KiB begins, with a greeting as long (RFC 8446, 5.1 and 4.1.2)."""
+PAUSE_S = 0.02
+"""Between two connections or links: what the flood costs is the flooded's, not our own processor time."""
+FLOOD_KINDS = ("part", "large part", "ping", "ready", "nonsense", "links", "trickle")
+"""The last two send no message."""
+RUN = paced_run(round_s=2.0, step_s=0.05, width=256)
+"""Three peers that train at rest."""
+
+
+def messages(run_digest: bytes) -> dict[str, bytes]:
+    """What a flood consists of."""
+
+    def envelope(**body: object) -> bytes:
+        message = Envelope(version=PROTOCOL_VERSION, run=run_digest, **body)  # type: ignore[arg-type]
+        return message.SerializeToString()
+
+    key = RoundKey(round=10**6, attempt=bytes(16))
+    return {
+        "part": envelope(part=Part(key=key, total=1, data=b"x")),
+        "large part": envelope(part=Part(key=key, total=1 << 19, data=bytes(1 << 19))),
+        "ping": envelope(ping=Ping(nonce=1, sent_at=1.0)),
+        "ready": envelope(ready=Ready(round=10**6, state_digest=bytes(32), weight=1.0)),
+        "nonsense": b"\xff" * 40,
+    }
+
+
+class Flood:
+    """Floods while it is ``on``, in a thread of its own. ``sent``: messages handed to
+    gRPC; ``shut_out``: links."""
+
+    def __init__(self, ticket: str, folder: Path, kinds: list[str]) -> None:
+        self.on, self.sent, self.shut_out = threading.Event(), 0, 0
+        self.opened = self.hung_up = 0
+        self._ticket, self._folder, self._kinds = ticket, folder, kinds
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def start(self, victim: PeerId) -> None:
+        self._victim = victim
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    async def _run(self) -> None:
+        number = 0
+        while not self._over.is_set():
+            if not self.on.is_set():
+                await asyncio.sleep(0.05)
+                continue
+            number += 1
+            kind = self._kinds[number % len(self._kinds)]
+            try:
+                await self._one_identity(self._folder / str(number), kind)
+            except P2PCo2Error as error:
+                note(f"identity {number}: {error}")
+
+    async def _one_identity(self, folder: Path, kind: str) -> None:
+        config = PeerConfig(folder=folder, carrier="grpc")
+        network = await Network.open(Ticket.parse(self._ticket), config, lambda peer, error: None)
+
+        async def ignore(sender: PeerId, data: bytes) -> None:
+            return None
+
+        try:
+            await network.start_carriers(ignore, lambda peer, error: None)
+            record = await network.find_record(self._victim)
+            if record is None:
+                return
+            if kind == "links":
+                await self._open_links(network, record)
+            elif kind == "trickle":
+                await self._trickle(record.grpc_addresses[0])
+            else:
+                await asyncio.gather(
+                    *(self._pour(network, record, messages(RUN.digest())[kind]) for _ in range(LINKS))
+                )
+        finally:
+            await network.close()
+
+    async def _pour(self, network: Network, record: Any, data: bytes) -> None:
+        try:
+            link = await network.carriers[0].connect(record)
+            while self.on.is_set():
+                await link.send(data)
+                self.sent += 1
+            await link.close()
+        except PeerLost as error:
+            self.shut_out += any(reason in str(error) for reason in ("too many messages", "shut out"))
+
+    async def _open_links(self, network: Network, record: Any) -> None:
+        """One after the other, all kept; whoever is refused takes another identity."""
+        links = []
+        try:
+            while self.on.is_set():
+                links.append(await network.carriers[0].connect(record))
+                self.opened += 1
+                await asyncio.sleep(PAUSE_S)
+        except PeerLost:
+            self.hung_up += 1
+        for link in links:
+            await link.close()
+
+    async def _trickle(self, address: str) -> None:
+        host, port = address.rsplit(":", 1)
+        held: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, Iterator[int]]] = []
+        turns = max(1, round(TRICKLE_S / PAUSE_S))
+        try:
+            for turn in count():
+                if not self.on.is_set():
                     break
+                if len(held) < CONNECTIONS:
+                    held.append((*await asyncio.open_connection(host, int(port)), chain(HELLO, repeat(0))))
+                    self.opened += 1
+                is_open = [one for one in held if not one[0].at_eof() and not one[1].transport.is_closing()]
+                self.hung_up += len(held) - len(is_open)
+                held = is_open
+                for _, writer, data in held[turn % turns :: turns]:
+                    writer.write(bytes([next(data)]))
+                await asyncio.sleep(PAUSE_S)
+        except OSError:
+            self.hung_up += 1
+        for _, writer, _ in held:
+            writer.transport.abort()
+
+
+def flood(options: argparse.Namespace) -> Figures:
+    """Somebody floods one of three peers, in every other window."""
+    with bench() as swarm:
+        swarm.start_seed(RUN)
+        mallory = Flood(swarm.ticket, swarm.folder / "mallory", options.kinds)
+        for name in HONEST:
+            swarm.join(name, "--min-peers", "3", "--carrier", "grpc", "--no-board")
+        swarm.wait_for_commits(*HONEST, count=6)
+        mallory.start(PeerId(swarm.all_events("a")[0].peer))
+        try:
+            pairs = [
+                _pair(swarm, mallory, options.window_s, number % 2 == 1) for number in range(options.pairs)
+            ]
+        finally:
+            mallory.close()
+        reasons = sorted({event.reason for event in swarm.events("a", MessageRefused)})
+    quiet, flooded = zip(*pairs, strict=True)
+    ratios = {
+        key: statistics.median(beside[key] / alone[key] for alone, beside in pairs)
+        for key in ("tokens_per_s", "tokens_per_s_of_the_flooded", "rounds_per_min")
+    }
+    return {
+        "tokens_flooded_by_quiet": against(ratios.pop("tokens_per_s"), 0.95), "flooded_by_quiet": ratios,
+        "quiet": medians(quiet), "flooded": medians(flooded),
+        "flood": {"messages_sent": mallory.sent, "links_shut_out": mallory.shut_out,
+                  "opened": mallory.opened, "hung_up": mallory.hung_up, "reasons": reasons},
+    }  # fmt: skip
+
+
+def _pair(swarm: Bench, mallory: Flood, seconds: float, flooded_first: bool) -> tuple[Figures, Figures]:
+    """(quiet, flooded)"""
+    both: dict[bool, Figures] = {}
+    for is_flooded in (flooded_first, not flooded_first):
+        if is_flooded:
+            mallory.on.set()
+        time.sleep(2.0)  # an identity starts, or the last one's messages are read
+        both[is_flooded] = _window(swarm, seconds)
+        mallory.on.clear()
+        time.sleep(1.0)
+    return both[False], both[True]
+
+
+def _window(swarm: Bench, seconds: float) -> Figures:
+    pid = next(child.pid for child in swarm.children if child.name == "a")
+    began_at, used_s, here_s = time.time(), _processor_s(pid), time.process_time()
+    time.sleep(seconds)
+    ended_at, used_s, here_s = time.time(), _processor_s(pid) - used_s, time.process_time() - here_s
+    time.sleep(1.5)  # Progress comes every second
+    tokens, rounds = [], []
+    for name in HONEST:
+        progress = [one for one in swarm.events(name, Progress, began_at) if one.at <= ended_at]
+        first, last = progress[0], progress[-1]
+        tokens.append((last.tokens - first.tokens) / (last.at - first.at))
+        committed = [one for one in swarm.events(name, RoundCommitted, began_at) if one.at <= ended_at]
+        rounds.append(60 * len(committed) / seconds)
+    return {
+        "tokens_per_s": statistics.mean(tokens), "tokens_per_s_of_the_flooded": tokens[0],
+        "rounds_per_min": statistics.mean(rounds), "processor_share_of_the_flooded": used_s / seconds,
+        "processor_share_of_the_flood": here_s / seconds,
+    }  # fmt: skip
+
+
+def _processor_s(pid: int) -> float:
+    """Processor seconds of a process so far (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=40, help="inner steps in a round, a multiple of 8")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--processes", action="store_true", help="as real processes, not in the laboratory")
-    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        work(*options.worker)
-        return
-    play = in_processes if options.processes else in_laboratory
-    cases = {}
-    for name in options.cases if options.processes else [n for n in options.cases if not CASES[n].ghost]:
-        cases[name] = play(CASES[name], options)
-        print(name, json.dumps(cases[name]), file=sys.stderr)
-    job = {key: getattr(options, key) for key in ("rounds", "steps", "seeds", "processes")}
-    machine = {"cpus": os.cpu_count(), "load_1_min": os.getloadavg()[0]}
-    print(json.dumps({"at": time.strftime("%F %R"), **machine, **job, **cases}, indent=2))
+    parser = parser_of(__doc__)
+    commands = parser.add_subparsers(required=True)
+    made = command(
+        commands, "lies", lies, rounds=(30, "of --steps"), steps=(40, "inner steps of a round"),
+    )  # fmt: skip
+    made.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
+    made = command(commands, "flood", flood, pairs=(4, "of windows"), window_s=(14.0, "of each"))
+    made.add_argument("--kinds", nargs="+", choices=FLOOD_KINDS, default=list(FLOOD_KINDS))
+    run(parser, {"peer": _peer})
 
 
 if __name__ == "__main__":

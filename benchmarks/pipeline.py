@@ -1,409 +1,172 @@
-"""What pipeline stages reach over real sockets, each figure beside its bar and measured in one run with what
-it is held against. Prints JSON.
+"""What pipeline stages reach over real sockets, each figure beside its bar.
 
-    python benchmarks/pipeline.py [SECTION ...] [--turns 3] [--out FILE]
+    python benchmarks/pipeline.py codecs [--stages 2 4] [--turns 3] [--seconds 20]
+    python benchmarks/pipeline.py dsl [--turns 3]
+    python benchmarks/pipeline.py kills [--kills 6] [--seed 0] [--choose]
+    python benchmarks/pipeline.py slow [--turns 3]
+    python benchmarks/pipeline.py loss [--stages 2 4] [--replicas 2] [--variants whole int8] [--law]
 
-Every peer is a process of one thread (``pipeline_workers.py ours``). Sections:
+Peers are ``p2p-co2 join`` with one thread each, and train ``recipes.stages``, which rest instead of
+computing, so that two cores are enough. Lines are carriers slowed down (``--slow-line``): no packets, no
+slow start.
 
-- ``loopback``: tokens/s of byte-gpt in two stages, M = 16, fp32, by torch's ``Schedule1F1B`` over gloo and by
-  a ``RemoteExpert`` of hivemind's: a server with the last stage and its loss, a client that computes the
-  first and has several microbatches under way. In turns; ``--sequences`` of a microbatch.
-- ``codecs``: int8 by fp32 on a line on which fp32's hop takes twice as long as computing, M = 32.
-- ``dsl``: the share of time in which the slowest stage computes, on that line, M = 32: all in which its
-  training thread does not wait. And tokens/s by what ``plan`` expects, told the computing as it was.
-- ``bytes``: sent per token and hop by arithmetic, rounds off.
-- ``rounds``: schedule points with a committed round, while microbatches fill the uplink.
-- ``kills``: 2 x 2, a peer killed every 20 s for two minutes, and a newcomer at once.
+- ``codecs``: int8 by fp32 microbatches per second, where fp32's hop takes twice as long as computing, M =
+  32.
+- ``dsl``: the share of time in which the slowest of two stages computes, on that line, int8, M = 32.
+- ``kills``: 2 x 2, a peer killed every 20 s, and a newcomer at once: tokens dropped, and microbatches per
+  second by what the peers that are left would do undisturbed.
 - ``slow``: one of three replicas four times slower: what they count by what they would without waiting.
-- ``memory``: peak of a stage's process by that of the same stage alone.
-
-All but ``loopback``, ``bytes`` and ``memory`` train ``pipeline_recipe``, whose stages rest instead of
-computing, so that two cores are enough. Lines are ``PeerConfig.slow_line``'s: carriers slowed down.
-"""
+- ``loss``: held-out loss at equal tokens of whole-model peers, and of stages with each pair of codecs; a
+  laboratory, with the product's stages, payloads and shares of routes, and a stage group's outer step half a
+  round late. Variants of a seed see the same start, microbatches and rates. "again" differs from "fp32" in
+  the routes alone: what it is off by is noise. "int4", which no run may have, must show why. ``--law``:
+  split against unsplit without outer rounds."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import os
 import random
-import signal
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch
+from common import ROOT, Bench, Figures, against, bench, command, note, parser_of, run
+from loss import Case as Setting
+from loss import HeldFragment, learning_rate, unflatten_
+from loss import against as against_base
+from torch import Tensor, nn
 
-from bootstrap import netns
-from bootstrap.internet import Internet
 from bootstrap.local_swarm import Child
-from p2p_co2.config import ClockConfig, PipelineConfig, RunConfig, write_toml
-from p2p_co2.planning.exchange import link_of
-from p2p_co2.planning.pipeline import (
-    PipelineForecast,
-    StageCost,
-    StagedSetting,
-    StageMember,
-    forecast_stages,
-    loads_of,
-)
-from p2p_co2.planning.profiles import PROFILES, LinkProfile
+from p2p_co2.config import ClockConfig, PipelineConfig, RunConfig
+from p2p_co2.planning.profiles import PROFILES
+from p2p_co2.protocol.pipeline import Key, Work
+from p2p_co2.protocol.pipeline.machine import WINDOW, Do
+from p2p_co2.protocol.pipeline.routes import shares
 from p2p_co2.recipes import recipe_digest
-from p2p_co2.system.process import program
+from p2p_co2.recipes.byte_gpt import ByteGPTStage, Shape, next_token_loss, next_token_sum, stage_edges
+from p2p_co2.recipes.corpus import Corpus, embedded_corpus
+from p2p_co2.recipes.stages import Stages
 from p2p_co2.telemetry import events as ev
-from tests.campaign import ROOT, START_S, Campaign
+from p2p_co2.tensors.stages import Chain
+from p2p_co2.trainer.stages.work import Crossings, Done, StageWork
+from p2p_co2.wire.identity import PeerId
 
-WORKERS = str(ROOT / "benchmarks" / "pipeline_workers.py")
-RECIPE = f"{ROOT / 'benchmarks' / 'pipeline_recipe.py'}:make"
+RECIPE = f"{ROOT / 'benchmarks' / 'recipes.py'}:stages"
 NO_ROUNDS_S = 1e6
 POSITIONS, WIDTH = 512, 160
 STAGE_S = 0.018
 """Of a forward; a microbatch takes three times that: 54 ms, as a stage of the demo's model does."""
 COMPUTE_S = 3 * STAGE_S
 FP32_BYTES = 4 * POSITIONS * WIDTH
-DSL = "dsl"
-CONGESTIONS = ("bbr", "cubic")
-"""Of TCP with real packets: what it does at a loss decides on a line with any."""
-
-Figures = dict[str, Any]
+REPORT_S = 1.5
 
 
 def run_of(
-    stages: int, microbatches: int, codec: str = "fp32", *, recipe: str = RECIPE, sequences: int = 1,
-    round_s: float = NO_ROUNDS_S, fragments: int = 1, **options: Any,
+    stages: int, microbatches: int, codec: str, round_s: float = NO_ROUNDS_S, fragments: int = 1,
+    **options: Any,
 ) -> RunConfig:  # fmt: skip
-    if recipe == RECIPE:
-        options = {"stage_s": STAGE_S, "positions": POSITIONS, "width": WIDTH} | options
+    options = {"stage_s": STAGE_S, "positions": POSITIONS, "width": WIDTH} | options
+    piped = {"stages": stages, "microbatches": microbatches, "sequences": 1, "forward": codec,
+             "backward": codec}  # fmt: skip
     return RunConfig(
-        name="pipeline", recipe=recipe, recipe_options=options,
-        recipe_digest=recipe_digest(recipe, options), fragments=fragments,
-        clock=ClockConfig(mode="time", round_s=round_s),
-        pipeline=PipelineConfig.model_validate(
-            {"stages": stages, "microbatches": microbatches, "sequences": sequences, "forward": codec,
-             "backward": codec}
-        ),
+        name="pipeline", recipe=RECIPE, recipe_options=options, fragments=fragments,
+        recipe_digest=recipe_digest(RECIPE, options), clock=ClockConfig(mode="time", round_s=round_s),
+        pipeline=PipelineConfig.model_validate(piped),
     )  # fmt: skip
 
 
-@dataclass
-class Bench(Campaign):
-    """Processes of ``pipeline_workers``, and what they print."""
-
-    internet: Internet | None = None
-    """With a machine for each name, "seed" too; None: all on loopback."""
-
-    def on(self, name: str, command: list[str]) -> list[str]:
-        return command if self.internet is None else self.internet.machines[name].command(command)
-
-    def work(self, name: str, role: str, *arguments: object, **variables: str) -> Child:
-        command = [sys.executable, WORKERS, role, *(str(argument) for argument in arguments)]
-        return self.start(name, self.on(name, command), variables)
-
-    def start_seed_on(self, run: RunConfig) -> None:
-        """On its machine of the internet."""
-        assert self.internet is not None
-        address = self.internet.machines["seed"].address
-        (self.folder / "run.toml").write_text(write_toml(run))
-        place = ["--folder", str(self.folder / "seed"), "--host", address, "--announce-host", address]
-        command = program("bootstrap", "seed", str(self.folder / "run.toml"), *place, "--port", "31337")
-        self.ticket = self.wait_for_line(self.start("seed", self.on("seed", command)), "ticket:", START_S)
-
-    def ours(self, name: str, stage: int, slower: float = 1.0, **config: Any) -> Child:
-        """A peer with ``stage``."""
-        folder = self.folder / name
-        return self.work(
-            name, "ours", self.ticket, folder, stage, json.dumps(config), STAGE_SLOWER=str(slower)
-        )
-
-    def said(self, child: Child) -> list[Figures]:
-        """What a process has said of its inner steps so far."""
-        lines = child.log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        whole = [line for line in lines if line.startswith("step:") and line.endswith("\n")]
-        return [json.loads(line.removeprefix("step:")) for line in whole]
-
-    def wait_for_steps(self, child: Child, count: int, timeout_s: float = 240.0) -> list[Figures]:
-        self.wait_until(f"{count} steps of {child.name}", lambda: len(self.said(child)) >= count, timeout_s)
-        return self.said(child)
-
-    def last(self, name: str) -> ev.StageProgress | None:
-        known = self.events(name, ev.StageProgress)
-        return known[-1] if known else None
+def join(swarm: Bench, name: str, stage: int, *options: str, slower: float = 1.0) -> Child:
+    """A peer with ``stage``, or with that which it chooses (-1)."""
+    place = ["--host", "127.0.0.1", "--carrier", "grpc", "--no-board", "--checkpoint-every", "1000000"]
+    place += ["--stage", str(stage)] if stage >= 0 else []
+    return swarm.join(name, *place, *options, recipe=RECIPE, variables={"STAGE_SLOWER": str(slower)})
 
 
-@contextmanager
-def bench() -> Iterator[Bench]:
-    with tempfile.TemporaryDirectory() as folder, Bench(Path(folder), grace_s=2.0) as made:
-        yield made
+def last_of(swarm: Bench, name: str) -> ev.StageProgress | None:
+    known = swarm.events(name, ev.StageProgress)
+    return known[-1] if known else None
 
 
-def rate(steps: Sequence[Figures], tokens: int, since: int) -> float:
-    """Tokens/s after ``since`` steps; ``tokens``: of a microbatch."""
-    first, last = steps[since - 1], steps[-1]
-    return float((last["counted"] - first["counted"]) * tokens / (last["at"] - first["at"]))
+def wait_until_counted(swarm: Bench, names: Sequence[str], count: int) -> None:
+    def counted(name: str) -> bool:
+        last = last_of(swarm, name)
+        return last is not None and last.counted >= count
+
+    swarm.wait_until(f"{count} microbatches of {names}", lambda: all(map(counted, names)), 300.0)
 
 
-def against(figure: float, bar: float, *, at_most: bool = False) -> Figures:
-    is_met = figure <= bar if at_most else figure >= bar
-    return {"figure": round(figure, 4), "bar": bar, "met": is_met}
+def grown(swarm: Bench, names: Sequence[str], seconds: float) -> dict[str, tuple[float, float]]:
+    """By peer, over so many seconds from now: microbatches counted a second, and the share of time waited."""
+    first = {name: last_of(swarm, name) for name in names}
+    time.sleep(seconds + REPORT_S)
+    found = {}
+    for name, before in first.items():
+        after = last_of(swarm, name)
+        assert before is not None
+        assert after is not None
+        took_s = after.at - before.at
+        found[name] = (after.counted - before.counted) / took_s, (after.waiting_s - before.waiting_s) / took_s
+    return found
 
 
-# ---- loopback
-
-WARM = 2
-
-
-def loopback(options: argparse.Namespace) -> Figures:
-    return {f"{count} sequences": _loopback(options, count) for count in options.sequences}
-
-
-def _loopback(options: argparse.Namespace, sequences: int) -> Figures:
-    steps = WARM + max(4, round(options.seconds / (1.0 * max(0.25, sequences / 8))))
-    run = run_of(2, 16, recipe="byte-gpt", sequences=sequences)
-    job = {
-        "recipe": "byte-gpt", "options": {}, "seed": 0, "stages": 2, "microbatches": 16,
-        "sequences": sequences, "steps": steps, "threads": 4,
-    }  # fmt: skip
-    tokens = 64 * sequences
-    turns: dict[str, list[Figures]] = {"ours": [], "torch": [], "hivemind": []}
-    for turn in range(options.turns):
-        names = list(turns) if turn % 2 == 0 else list(turns)[::-1]
-        for name in names:
-            with bench() as swarm:
-                peers = _START[name](swarm, run, job)
-                said = swarm.wait_for_steps(peers[0], steps)
-                cpu = [_cpu_ms(swarm.said(peer), 16) for peer in peers]
-                figures = {"tokens_per_s": round(rate(said, tokens, WARM), 1), "cpu_ms_per_microbatch": cpu}
-                turns[name].append(figures)
-            print(sequences, name, figures, os.getloadavg()[0], file=sys.stderr)
-    medians = {name: statistics.median(one["tokens_per_s"] for one in all_) for name, all_ in turns.items()}
-    return {
-        "against_1f1b": against(medians["ours"] / medians["torch"], 0.9),
-        "against_remote_expert": against(medians["ours"] / medians["hivemind"], 1.5),
-        "tokens_per_s": medians, "turns": turns,
-    }  # fmt: skip
-
-
-def _cpu_ms(said: Sequence[Figures], microbatches: int) -> float:
-    """Of the process itself, after the first steps."""
-    if len(said) <= WARM:
-        return 0.0
-    used = said[-1]["cpu_s"] - said[WARM - 1]["cpu_s"]
-    return round(1e3 * used / (microbatches * (len(said) - WARM)), 1)
-
-
-def _start_ours(swarm: Bench, run: RunConfig, job: Figures) -> list[Child]:
-    swarm.start_seed(run)
-    return [swarm.ours(f"stage{stage}", stage) for stage in range(run.pipeline.stages)]
-
-
-def _start_torch(swarm: Bench, run: RunConfig, job: Figures) -> list[Child]:
-    file = _job_file(swarm, job)
-    return [swarm.work(f"rank{rank}", "torch", rank, swarm.folder, file) for rank in range(job["stages"])]
-
-
-def _start_hivemind(swarm: Bench, run: RunConfig, job: Figures) -> list[Child]:
-    file = _job_file(swarm, job)
-    expert = swarm.work("server", "server", swarm.folder, file)
-    maddr, peer = swarm.wait_for_line(expert, "expert:", START_S).split()
-    return [swarm.work("client", "client", maddr, peer, file)]
-
-
-_START: dict[str, Callable[[Bench, RunConfig, Figures], list[Child]]] = {
-    "ours": _start_ours, "torch": _start_torch, "hivemind": _start_hivemind,
-}  # fmt: skip
-
-
-def _job_file(swarm: Bench, job: Figures) -> Path:
-    file = swarm.folder / "job.json"
-    file.write_text(json.dumps(job))
-    return file
-
-
-# ---- lines
-
-
-def _chain(run: RunConfig, steps: int, line: str) -> tuple[list[list[Figures]], int]:
-    """What one replica of each stage says of ``steps`` inner steps, all behind such lines; and how many
-    microbatches the first has dropped."""
-    with bench() as swarm:
-        swarm.start_seed(run)
-        peers = [swarm.ours(f"stage{s}", s, slow_line=line) for s in range(run.pipeline.stages)]
-        swarm.wait_for_steps(peers[0], steps)
-        return [swarm.said(peer) for peer in peers], len(swarm.events("stage0", ev.MicrobatchDropped))
+def chain(settings: RunConfig, line: str, seconds: float) -> dict[str, tuple[float, float]]:
+    """``grown`` of one replica of each stage, all behind such lines."""
+    with bench(grace_s=2.0) as swarm:
+        swarm.start_seed(settings)
+        names = [f"stage{stage}" for stage in range(settings.pipeline.stages)]
+        for stage, name in enumerate(names):
+            join(swarm, name, stage, "--slow-line", line)
+        wait_until_counted(swarm, names, settings.pipeline.microbatches)
+        return grown(swarm, names, seconds)
 
 
 def codecs(options: argparse.Namespace) -> Figures:
+    """int8 boundaries by fp32 ones."""
     up = 8 * FP32_BYTES / (2 * COMPUTE_S)
-    line = f"{up:.0f},{10 * up:.0f},0.01,0,0"
-    found: Figures = {"line": line}
-    for stages, bar in ((2, 1.8), (4, 2.8)):
+    line, found = f"{up:.0f},{10 * up:.0f},0.01,0,0", Figures()
+    for stages in options.stages:
         turns: dict[str, list[float]] = {"fp32": [], "int8": []}
-        dropped = 0
         for _ in range(options.turns):
             for codec, rates in turns.items():
-                steps = 4 if codec == "fp32" else 6
-                (said, *_), drops = _chain(run_of(stages, 32, codec), steps, line)
-                rates.append(round(rate(said, POSITIONS, 1), 1))
-                dropped += drops
-            print("codecs", stages, turns, os.getloadavg()[0], file=sys.stderr)
+                rates.append(chain(run_of(stages, 32, codec), line, options.seconds)["stage0"][0])
+            note("codecs", stages, turns)
         medians = {codec: statistics.median(rates) for codec, rates in turns.items()}
-        most = POSITIONS / COMPUTE_S
         found[f"{stages} stages"] = {
-            "int8_by_fp32": against(medians["int8"] / medians["fp32"], bar),
-            "share_of_computing": {codec: round(one / most, 3) for codec, one in medians.items()},
-            "turns": turns, "dropped": dropped,
+            "int8_by_fp32": against(medians["int8"] / medians["fp32"], 1.8 if stages == 2 else 2.8),
+            "share_of_computing": {codec: round(one * COMPUTE_S, 3) for codec, one in medians.items()},
+            "microbatches_per_s": turns,
         }  # fmt: skip
     return found
-
-
-def _chain_on(
-    profile: LinkProfile, run: RunConfig, steps: int, congestion: str
-) -> tuple[list[list[Figures]], int]:
-    """As ``_chain``, with real packets on such lines. ``congestion``: TCP's answer to it."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Internet(netns.examine(), Path(folder), 0, congestion) as internet,
-    ):
-        internet.add("seed", PROFILES["fibre"])
-        names = [f"stage{stage}" for stage in range(run.pipeline.stages)]
-        for name in names:
-            internet.add(name, replace(profile, nat="open"))
-        internet.start()
-        with Bench(Path(folder), grace_s=2.0) as swarm:
-            swarm.internet = internet
-            swarm.start_seed_on(run)
-            peers = [swarm.ours(name, stage, host="") for stage, name in enumerate(names)]
-            swarm.wait_for_steps(peers[0], steps)
-            return [swarm.said(peer) for peer in peers], len(swarm.events(names[0], ev.MicrobatchDropped))
 
 
 def dsl(options: argparse.Namespace) -> Figures:
-    """With real packets where this machine has namespaces, and with carriers slowed down."""
-    found = {"carriers slowed down": _dsl(options, "")}
-    if not netns.examine().problem:
-        found |= {f"real packets, {name}": _dsl(options, name) for name in CONGESTIONS}
-    return found
-
-
-def _dsl(options: argparse.Namespace, congestion: str) -> Figures:
-    profile = PROFILES[DSL]
-    line = ",".join(
-        f"{figure:g}" for figure in (
-            profile.up_bits_per_s, profile.down_bits_per_s, profile.latency_ms / 1e3,
-            profile.jitter_ms / 1e3, profile.loss,
-        )
-    )  # fmt: skip
-    shares, planned, waited, off = [], [], [], []
+    """The share of time in which the slowest stage computes, on a dsl line."""
+    line = PROFILES["dsl"]
+    figures = (
+        line.up_bits_per_s,
+        line.down_bits_per_s,
+        line.latency_ms / 1e3,
+        line.jitter_ms / 1e3,
+        line.loss,
+    )
+    words, computing = ",".join(f"{one:g}" for one in figures), list[float]()
     for _ in range(options.turns):
-        run = run_of(2, 32, "int8")
-        said, dropped = _chain_on(profile, run, 8, congestion) if congestion else _chain(run, 8, line)
-        waited.append([round(_waited(one), 3) for one in said])
-        computing = [(1 - share) / rate(one, 1, 2) for share, one in zip(waited[-1], said, strict=True)]
-        # a slowed carrier and bbr go on at their rate after a lost packet; ``plan`` expects cubic
-        forecast = _planned(replace(profile, loss=profile.loss * (congestion == "cubic")), computing)
-        shares.append(1 - min(waited[-1]))
-        planned.append(round(forecast.utilisation, 3))
-        off.append(abs(rate(said[0], POSITIONS, 2) / forecast.tokens_per_s - 1))
-        said_so = shares[-1], planned[-1], computing, dropped
-        print("dsl", congestion, said_so, os.getloadavg()[0], file=sys.stderr)
-    return {
-        "computing": against(statistics.median(shares), 0.85),
-        "tokens_per_s_off_plan": against(statistics.median(off), 0.15, at_most=True),
-        "planned_computing": planned, "waited_share": waited, "line": line,
-    }  # fmt: skip
+        waited = [share for _, share in chain(run_of(2, 32, "int8"), words, options.seconds).values()]
+        computing.append(1 - min(waited))
+        note("dsl", waited)
+    return {"computing": against(statistics.median(computing), 0.85), "turns": computing, "line": words}
 
 
-def _planned(profile: LinkProfile, computing: Sequence[float]) -> PipelineForecast:
-    """What ``p2p-co2 plan`` expects of stages that take so many seconds for a microbatch."""
-    costs = [
-        StageCost(forward_s=one / 3, backward_s=2 * one / 3, values=stage == 0 and POSITIONS * WIDTH,
-                  side_bytes=8 * POSITIONS)
-        for stage, one in enumerate(computing)
-    ]  # fmt: skip
-    peers = ((StageMember(link_of(profile)),),) * len(costs)
-    loads = loads_of(costs, "int8", "int8")
-    return forecast_stages(StagedSetting(loads=loads, peers=peers, microbatches=32, tokens=POSITIONS))
-
-
-def _waited(said: Sequence[Figures]) -> float:
-    first, last = said[1], said[-1]
-    return float((last["waited_s"] - first["waited_s"]) / (last["at"] - first["at"]))
-
-
-def bytes_(options: argparse.Namespace) -> Figures:
-    found: Figures = {}
-    worst = 0.0
-    for codec, bits in (("fp32", 32.0), ("bf16", 16.0), ("int8", 8.25)):
-        run = run_of(3, 16, codec, recipe="byte-gpt", sequences=2, layers=3)
-        tokens, side = 2 * 64, 8
-        with bench() as swarm:
-            swarm.start_seed(run)
-            peers = [swarm.ours(f"stage{s}", s) for s in range(3)]
-            swarm.wait_for_steps(peers[0], 8)
-            said = [swarm.said(peer) for peer in peers]
-        one = 160 * bits / 8
-        expected = [one + side, 2 * one + side, one]  # forward and its side; both; back
-        sent = []
-        for steps in said:
-            first, last = steps[1], steps[min(len(steps), 8) - 1]
-            counted = last["counted"] - first["counted"]
-            sent.append((last["up_bytes"] - first["up_bytes"]) / counted / tokens)
-        over = [a / b - 1 for a, b in zip(sent, expected, strict=True)]
-        worst = max(worst, *(abs(share) for share in over))
-        found[codec] = {
-            "bytes_per_token": [round(one, 2) for one in sent], "arithmetic": expected,
-            "over": [round(share, 4) for share in over],
-        }  # fmt: skip
-    return {"off": against(worst, 0.03, at_most=True), **found}
-
-
-# ---- rounds, faults
-
-
-def rounds(options: argparse.Namespace) -> Figures:
-    """Two replicas a stage, fp32 and the line of ``codecs``: a hop takes twice as long as computing."""
-    up = 8 * FP32_BYTES / (2 * COMPUTE_S)
-    round_s, fragments, seconds = 10.0, 2, max(60.0, options.seconds)
-    run = run_of(2, 32, "fp32", round_s=round_s, fragments=fragments, bulk=3_000_000)
-    with bench() as swarm:
-        swarm.start_seed(run)
-        names = [f"stage{stage}-{replica}" for stage in range(2) for replica in range(2)]
-        peers = [
-            swarm.ours(name, int(name[5]), slow_line=f"{up:.0f},{10 * up:.0f},0.01,0,0") for name in names
-        ]
-        for peer in peers:
-            swarm.wait_for_steps(peer, 1)
-        swarm.wait_for_commits(*names, count=1, group=1)
-        began_at = time.time()
-        time.sleep(seconds)
-        ended_at = time.time()
-        found: Figures = {}
-        for name, peer in zip(names, peers, strict=True):
-            within = [e for e in swarm.events(name, ev.RoundCommitted, began_at) if e.at < ended_at]
-            points = fragments * (ended_at - began_at) / round_s
-            found[name] = {
-                "share": round(sum(e.group_size >= 2 for e in within) / points, 3),
-                "whole": round(sum(e.contributors >= 2 for e in within) / points, 3),
-                "committed": len(within), "points": round(points, 1),
-                "aborted": [e.reason for e in swarm.aborts(name, began_at)][:5],
-                "skipped": len(swarm.events(name, ev.SendSkipped, began_at)),
-                "duration_s": [round(e.duration_s, 2) for e in within],
-                "steps": len(swarm.said(peer)),
-            }  # fmt: skip
-    share = statistics.mean(one["share"] for one in found.values())
-    return {"committed": against(share, 0.95), **found}
+# ---- faults
 
 
 def _counted(swarm: Bench, names: Sequence[str]) -> int:
-    return sum(last.counted for name in names if (last := swarm.last(name)) is not None)
+    return sum(last.counted for name in names if (last := last_of(swarm, name)) is not None)
 
 
 @dataclass
@@ -416,34 +179,32 @@ class Life:
 
 
 def kills(options: argparse.Namespace) -> Figures:
+    """A peer is killed every 20 s, and a newcomer comes at once."""
     random_ = random.Random(options.seed)
-    every_s, kill_count = 20.0, 6
-    with bench() as swarm:
-        swarm.start_seed(run_of(2, 16, "int8", round_s=10.0, fragments=2, bulk=20_000))
+    every_s = 20.0
+    with bench(grace_s=2.0) as swarm:
+        swarm.start_seed(run_of(2, 16, "int8", 10.0, 2, bulk=20_000))
         lives = {f"s{stage}-{replica}": Life(stage) for stage in range(2) for replica in range(2)}
-        children = {name: swarm.ours(name, life.stage) for name, life in lives.items()}
-        for child in children.values():
-            swarm.wait_for_steps(child, 2)
+        children = {name: join(swarm, name, life.stage) for name, life in lives.items()}
+        wait_until_counted(swarm, list(lives), 32)
         calm_at, before = time.time(), _counted(swarm, _owners(lives))
         time.sleep(every_s)
         began_at, made_before = time.time(), _counted(swarm, _owners(lives))
         calm_rate = (made_before - before) / (began_at - calm_at)
         newcomers, deaths = list[Figures](), list[Figures]()
-        for number in range(kill_count):
+        for number in range(options.kills):
             victim = random_.choice(sorted(name for name, life in lives.items() if life.until == math.inf))
-            stage, killed_at, last = lives[victim].stage, time.time(), swarm.last(victim)
+            stage, killed_at, last = lives[victim].stage, time.time(), last_of(swarm, victim)
             lives[victim].until = killed_at
             swarm.kill(children[victim])
             deaths.append({"stage": stage, "in_flight": last.in_flight if last else 0})
             name = f"new{number}"
-            children[name] = swarm.ours(name, -1 if options.choose else stage)
-            ready = json.loads(swarm.wait_for_line(children[name], "ready:", START_S))
-            lives[name] = Life(ready["stage"], _first_counted(swarm, name, every_s * 2))
-            newcomers.append({
-                "stage": ready["stage"], "ready_s": round(ready["at"] - killed_at, 1),
-                "counted_s": round(lives[name].since - killed_at, 1),
-            })  # fmt: skip
-            print("kills", deaths[-1], newcomers[-1], os.getloadavg()[0], file=sys.stderr)
+            children[name] = join(swarm, name, -1 if options.choose else stage)
+            since = _first_counted(swarm, name, every_s * 2)
+            last = last_of(swarm, name)
+            lives[name] = Life(last.stage if last else stage, since)
+            newcomers.append({"stage": lives[name].stage, "counted_s": round(since - killed_at, 1)})
+            note("kills", deaths[-1], newcomers[-1])
             time.sleep(max(0.0, killed_at + every_s - time.time()))
         ended_at, owners = time.time(), _owners(lives)
         counted = _counted(swarm, owners) - made_before
@@ -490,135 +251,291 @@ def _first_counted(swarm: Bench, name: str, timeout_s: float) -> float:
 
 
 def slow(options: argparse.Namespace) -> Figures:
-    """Three replicas a stage; one of the last stage is four times slower in every other turn."""
-    turns: dict[str, list[float]] = {"alike": [], "slower": []}
-    of_capacity: dict[str, list[float]] = {"alike": [], "slower": []}
-    shares: list[Figures] = []
+    """Three replicas a stage; one of the last stage is four times slower."""
+    of_capacity, each = list[float](), list[Figures]()
+    names = [f"s{stage}-{replica}" for stage in range(2) for replica in range(3)]
     for _ in range(options.turns):
-        for case, found in turns.items():
-            with bench() as swarm:
-                swarm.start_seed(run_of(2, 32, "int8", round_s=10.0))
-                names = [f"s{stage}-{replica}" for stage in range(2) for replica in range(3)]
-                peers = {
-                    name: swarm.ours(name, int(name[1]), 4.0 if case == "slower" and name == "s1-0" else 1.0)
-                    for name in names
-                }
-                for name in names[:3]:
-                    swarm.wait_for_steps(peers[name], 4)
-                owners, last = names[:3], names[3:]
-                began = {name: swarm.last(name) for name in names}
-                time.sleep(max(30.0, options.seconds))
-                grown = {name: _grown(began[name], swarm.last(name)) for name in names}
-                found.append(sum(grown[name][0] for name in owners))
-                capacity = sum(grown[name][1] for name in last)
-                of_capacity[case].append(sum(grown[name][0] for name in last) / capacity)
-                shares.append({"case": case, **{name: round(grown[name][0], 2) for name in last}})
-            print("slow", case, found[-1], shares[-1], os.getloadavg()[0], file=sys.stderr)
-    alike, slower = (statistics.median(rates) for rates in turns.values())
-    return {
-        "of_capacity_left": against(statistics.median(of_capacity["slower"]), 0.85),
-        "of_capacity": of_capacity,
-        "by_all_alike_and_2.25_of_3": round(slower / alike / 0.75, 3),
-        "microbatches_per_s": turns, "last_stage": shares,
-    }  # fmt: skip
+        with bench(grace_s=2.0) as swarm:
+            swarm.start_seed(run_of(2, 32, "int8", round_s=10.0))
+            for name in names:
+                join(swarm, name, int(name[1]), slower=4.0 if name == "s1-0" else 1.0)
+            wait_until_counted(swarm, names, 64)
+            last = {name: one for name, one in grown(swarm, names, options.seconds).items() if name[1] == "1"}
+        counted, could = sum(rate for rate, _ in last.values()), sum(r / (1 - w) for r, w in last.values())
+        of_capacity.append(counted / could)
+        each.append({name: round(rate, 2) for name, (rate, _) in last.items()})
+        note("slow", of_capacity[-1], each[-1])
+    return {"of_capacity_left": against(statistics.median(of_capacity), 0.85), "turns": of_capacity,
+            "microbatches_per_s": each}  # fmt: skip
 
 
-def _grown(first: ev.StageProgress | None, last: ev.StageProgress | None) -> tuple[float, float]:
-    """Microbatches per second that a peer has counted, and that it would have without waiting."""
-    assert first is not None
-    assert last is not None
-    seconds, counted = last.at - first.at, last.counted - first.counted
-    return counted / seconds, counted / (seconds - (last.waiting_s - first.waiting_s))
+# ---- losses
+
+SHAPE = Shape(layers=4, width=64, heads=4, context=64)
+STEPS = 20
+"""Inner steps of a round."""
+HELD_OUT_WINDOWS = 1024
+Batch = tuple[Tensor, Tensor]
 
 
-# ---- memory
+@dataclass(frozen=True)
+class Variant:
+    """``forward``, ``backward``: codecs at the boundaries. ``split`` False: whole-model peers. ``routes``:
+    number of the draw. ``scattered``: drawn anew for each microbatch, not each round. ``critical``: of all
+    gradients, as where every line binds; the last of an inner step flushes. ``drain``: of those alone that
+    are sent when no forward is left."""
+
+    name: str
+    forward: str = "fp32"
+    backward: str = "fp32"
+    split: bool = True
+    routes: int = 0
+    scattered: bool = False
+    critical: str = ""
+    drain: bool = False
 
 
-def memory(options: argparse.Namespace) -> Figures:
-    width, layers, cache = 512, 6, 32 << 20
-    settings: Figures = {"layers": layers, "width": width, "heads": 8}
-    run = run_of(2, 8, "int8", recipe="byte-gpt", round_s=8.0, fragments=4, **settings)
-    job = {
-        "recipe": "byte-gpt", "options": settings, "seed": 0, "stages": 2, "microbatches": 8,
-        "sequences": 1, "steps": 4,
-    }  # fmt: skip
-    copy_bytes = 4 * (layers // 2) * 12 * width * width
-    found: Figures = {"copy_mb": round(copy_bytes / 1e6, 1), "cache_mb": round(cache / 1e6, 1)}
-    with bench() as swarm:
-        alone = []
-        for stage in range(2):
-            child = swarm.work(f"alone{stage}", "alone", stage, _job_file(swarm, job))
-            alone.append(swarm.wait_for_steps(child, 4)[-1]["peak_bytes"])
-        swarm.start_seed(run)
-        names = [f"s{stage}-{replica}" for stage in range(2) for replica in range(2)]
-        peers = {name: swarm.ours(name, int(name[1]), cache_bytes=cache) for name in names}
-        swarm.wait_for_commits(*names, count=12)
-        peaks = {name: swarm.said(peer)[-1]["peak_bytes"] for name, peer in peers.items()}
-    tiny = _tiny_bytes(options)
-    beyond = {name: peak - alone[int(name[1])] - tiny[int(name[1])] for name, peak in peaks.items()}
-    copies = {name: round((over - cache) / copy_bytes, 2) for name, over in beyond.items()}
-    found |= {"alone_mb": [round(one / 1e6) for one in alone], "imports_mb": [round(t / 1e6) for t in tiny]}
-    found |= {"peak_mb": {name: round(peak / 1e6) for name, peak in peaks.items()}}
-    found |= {"copies_without_cache": {n: round(over / copy_bytes, 2) for n, over in beyond.items()}}
-    return {"copies": against(max(copies.values()), 4.0, at_most=True), **found}
+VARIANTS = (
+    Variant("whole", split=False),
+    Variant("fp32"),
+    Variant("again", routes=1),
+    Variant("scattered", scattered=True),
+    Variant("int8", "int8", "int8"),
+    Variant("int8-int4", "int8", "int4"),
+    Variant("int8-rank16", "int8", "int8", critical="rank16"),
+    Variant("int8-rank8", "int8", "int8", critical="rank8"),
+    Variant("drain-int4", "int8", "int8", critical="int4", drain=True),
+    Variant("drain-rank8", "int8", "int8", critical="rank8", drain=True),
+    Variant("int4", "int4", "int4"),
+)
 
 
-def _tiny_bytes(options: argparse.Namespace) -> list[int]:
-    """What imports, threads and sockets cost: the same with a model of next to nothing."""
-    settings: Figures = {"layers": 2, "width": 8, "heads": 2}
-    job = {
-        "recipe": "byte-gpt", "options": settings, "seed": 0, "stages": 2, "microbatches": 8,
-        "sequences": 1, "steps": 4,
-    }  # fmt: skip
-    run = run_of(2, 8, "int8", recipe="byte-gpt", round_s=8.0, fragments=4, **settings)
-    with bench() as swarm:
-        alone = []
-        for stage in range(2):
-            child = swarm.work(f"alone{stage}", "alone", stage, _job_file(swarm, job))
-            alone.append(swarm.wait_for_steps(child, 4)[-1]["peak_bytes"])
-        swarm.start_seed(run)
-        names = [f"s{stage}-{replica}" for stage in range(2) for replica in range(2)]
-        peers = [swarm.ours(name, int(name[1])) for name in names]
-        swarm.wait_for_commits(*names, count=4)
-        peaks = [swarm.said(peer)[-1]["peak_bytes"] for peer in peers]
-    return [int(statistics.mean(peaks[2 * s : 2 * s + 2])) - alone[s] for s in range(2)]
+class Case(NamedTuple):
+    """One replica's inner step has ``microbatches`` of ``sequences``."""
+
+    stages: int
+    replicas: int
+    microbatches: int
+    sequences: int
+    rounds: int
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole run."""
+        per_step = self.replicas * self.microbatches * self.sequences * SHAPE.context
+        return self.rounds * STEPS * per_step
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], Figures]] = {
-    "loopback": loopback, "codecs": codecs, "dsl": dsl, "bytes": bytes_, "rounds": rounds, "kills": kills,
-    "slow": slow, "memory": memory,
-}  # fmt: skip
+def cut(count: int) -> Stages:
+    """The byte GPT in ``count`` stages."""
+    edges = stage_edges(SHAPE.layers, count)
+    makers = [lambda pair=pair: ByteGPTStage(SHAPE, *pair) for pair in edges]  # type: ignore[misc]
+    return Stages(makers, lambda batch: batch, next_token_sum, side_range=(0, SHAPE.vocab_size))
+
+
+def uncut(stages: Stages, seed: int) -> Stages:
+    """The same model in one stage, with the same first parameters."""
+
+    def make() -> Chain:
+        return Chain(stages.build(seed, stage) for stage in range(len(stages)))
+
+    return Stages([make], stages.split, stages.loss, stages.tokens, stages.side_range)
+
+
+class Microbatches:
+    """The microbatches of all owners, fixed by the seed."""
+
+    def __init__(self, corpus: Corpus, seed: int, case: Case) -> None:
+        generator = torch.Generator().manual_seed(7919 * seed + 1)
+        count = case.rounds * STEPS * case.microbatches
+        self._text, self._span = corpus.train, torch.arange(SHAPE.context + 1)
+        size = (case.replicas, count, case.sequences, 1)
+        self._starts = torch.randint(len(self._text) - SHAPE.context - 1, size, generator=generator)
+
+    def of(self, owner: int) -> Iterator[Batch]:
+        for starts in self._starts[owner]:
+            windows = self._text[starts + self._span].long()
+            yield windows[:, :-1], windows[:, 1:]
+
+
+def held_out_batches(corpus: Corpus) -> list[Batch]:
+    """A fixed set, the same for all variants and seeds."""
+    generator = torch.Generator().manual_seed(0)
+    last = len(corpus.held_out) - SHAPE.context - 1
+    starts = torch.randint(last, (HELD_OUT_WINDOWS, 1), generator=generator)
+    windows = corpus.held_out[starts + torch.arange(SHAPE.context + 1)].long()
+    return [(piece[:, :-1], piece[:, 1:]) for piece in windows.split(32)]
+
+
+class Swarm:
+    """All replicas of all stages, ``modules[stage][replica]``, and one optimizer for them: AdamW treats each
+    value alone, so it is what separate ones would be. ``rounds`` False: no outer steps."""
+
+    def __init__(
+        self, variant: Variant, case: Case, seed: int, windows: Microbatches, rounds: bool = True
+    ) -> None:
+        self._variant, self._case, self._seed = variant, case, seed
+        whole = cut(case.stages)
+        self._stages = whole if variant.split else uncut(whole, seed)
+        replicas = range(case.replicas)
+        self.modules = [[self._stages.build(seed, at) for _ in replicas] for at in range(len(self._stages))]
+        self._params = [_stacked(modules) for modules in self.modules]
+        setting = Setting("stages", delay=STEPS // 2, every=STEPS)
+        self._groups = [HeldFragment(setting, list(params), 0, params) for params in self._params if rounds]
+        first = next(windows.of(0))
+        codecs = variant.forward, variant.backward, variant.critical
+        crossings = Crossings.of(self._stages, *first, *codecs)
+        self._works = [
+            [
+                StageWork(self._stages, module, at, crossings, None if at else windows.of(replica))
+                for replica, module in enumerate(modules)
+            ]
+            for at, modules in enumerate(self.modules)
+        ]
+        values = [p for modules in self.modules for module in modules for p in module.parameters()]
+        self._optimizer = torch.optim.AdamW(values, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+
+    def train(self, progress: Callable[[int, float], None]) -> None:
+        """All inner steps of the run. ``progress``: told each round and its mean loss so far."""
+        steps, loss = self._case.rounds * STEPS, 0.0
+        for step in range(steps):
+            self._optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
+            loss += self._inner_step(step)
+            for group in self._groups:
+                group.boundary(step + 1)
+            if (step + 1) % STEPS == 0:
+                progress((step + 1) // STEPS, loss / STEPS)
+                loss = 0.0
+        for group, params in zip(self._groups, self._params, strict=False):  # no groups, nothing agreed
+            group.flush()
+            unflatten_(params, list(params), group.agreed().expand(self._case.replicas, -1))
+
+    def _inner_step(self, step: int) -> float:
+        """Returns the mean loss over its tokens."""
+        for number in range(self._case.microbatches):
+            when = f"{step} {number}" if self._variant.scattered else f"{step // STEPS}"
+            for path in self._draw(when):
+                self._microbatch(path, step * self._case.microbatches + number)
+        done = [[work.compute(Work(Do.STEP)).counted for work in works] for works in self._works]
+        # Equal shares: each replica counts as many tokens as any other, so all weigh alike in a round.
+        assert {one.microbatches for each in done for one in each if one} == {self._case.microbatches}
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        last = [one for one in done[-1] if one]
+        return sum(one.loss for one in last) / sum(one.tokens for one in last)
+
+    def _microbatch(self, path: list[int], number: int) -> None:
+        """Forward and back through ``path``, which has a replica of each stage; ``number`` of its owner's."""
+        key, works = Key(path[0], number), [self._works[at][replica] for at, replica in enumerate(path)]
+        done = Done(Work(Do.FORWARD, key))
+        for at, work in enumerate(works):
+            done = work.compute(self._sending(at, Work(Do.FORWARD, key, done.payload)))
+            assert not done.refused, done.refused
+        for at in reversed(range(len(works) - 1)):
+            asked = Work(Do.BACKWARD, key, done.payload, done.tokens, done.loss, codec=done.codec)
+            done = works[at].compute(self._sending(at, asked))
+            assert not done.refused, done.refused
+
+    def _sending(self, at: int, work: Work) -> Work:
+        """``work`` as the machine of stage ``at`` hands it out: urgent or not, and with an heir, the next of
+        the same owner in this inner step, if routes stay for as long."""
+        assert work.key is not None
+        left = self._case.microbatches - 1 - work.key.number % self._case.microbatches
+        is_last = at == len(self._works) - 1
+        window = 1 if is_last else WINDOW * (len(self._works) - at)
+        is_urgent = bool(self._variant.critical) and (left < window or not self._variant.drain)
+        has_heir = is_urgent and left > 0 and not self._variant.scattered
+        heir = Key(work.key.owner, work.key.number + 1) if has_heir else None
+        return replace(work, is_urgent=is_urgent, heir=heir)
+
+    def _draw(self, when: str) -> list[list[int]]:
+        """The path of each owner's next microbatch. Equal peers: each sender has one receiver."""
+        rates = {PeerId(str(replica)): 1.0 for replica in range(self._case.replicas)}
+        paths = [[owner] for owner in range(self._case.replicas)]
+        for boundary in range(len(self._stages) - 1):
+            seed = f"{self._seed} {self._variant.routes} {when} {boundary}".encode()
+            for path in paths:
+                found = shares(PeerId(str(path[-1])), rates, rates, seed)
+                path.append(int(max(found, key=found.__getitem__)))
+        return paths
+
+
+def _stacked(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Parameters of all replicas, name -> [replicas, ...]; the modules' own become views of them."""
+    stacked = {}
+    for name, values in modules[0].named_parameters():
+        stacked[name] = values.detach().repeat(len(modules), *[1] * values.dim())
+        for module, one in zip(modules, stacked[name], strict=True):
+            module.get_parameter(name).data = one
+    return stacked
+
+
+def measure(variant: Variant, case: Case, seed: int, corpus: Corpus) -> float:
+    """Train one variant; its held-out loss."""
+    swarm = Swarm(variant, case, seed, Microbatches(corpus, seed, case))
+    swarm.train(lambda round_, loss: None)
+    agreed = Chain(modules[0] for modules in swarm.modules)
+    with torch.no_grad():
+        return statistics.mean(float(next_token_loss(agreed, one)) for one in held_out_batches(corpus))
+
+
+def law(case: Case, corpus: Corpus) -> float:
+    """The largest difference of any parameter between split and unsplit after a round's inner steps: fp32,
+    one replica, no outer rounds."""
+    case = case._replace(replicas=1, rounds=1)
+    ends = []
+    for variant in (VARIANTS[0], VARIANTS[1]):
+        swarm = Swarm(variant, case, 0, Microbatches(corpus, 0, case), rounds=False)
+        swarm.train(lambda round_, loss: None)
+        ends.append([p.detach() for modules in swarm.modules for p in modules[0].parameters()])
+    return max(float((one - other).abs().max()) for one, other in zip(*ends, strict=True))
+
+
+def loss(options: argparse.Namespace) -> Figures:
+    """What stages cost in held-out loss at equal tokens."""
+    corpus, answer = embedded_corpus(), Figures()
+    sizes = options.replicas, options.microbatches, options.sequences, options.rounds
+    for stages in (2, 3, 4) if options.law else options.stages:
+        case = Case(stages, *sizes)
+        if options.law:
+            answer[f"{stages} stages"] = {"differs_at_most": law(case, corpus)}
+            continue
+        losses: dict[str, dict[int, float]] = {name: {} for name in options.variants}
+        for seed, variant in itertools.product(options.seeds, VARIANTS):
+            if variant.name in losses:  # seed by seed, so that what is cut short still compares
+                losses[variant.name][seed] = measure(variant, case, seed, corpus)
+                note(stages, "stages", variant.name, seed, losses[variant.name][seed])
+        answer[f"{stages} stages"] = {
+            "tokens": case.tokens,
+            **{
+                name: {"loss": seeds} | {
+                    f"against {base}": against_base(seeds, losses[base])
+                    for base in ("whole", "fp32") if base != name and base in losses
+                } for name, seeds in losses.items()
+            },
+        }  # fmt: skip
+    return answer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of a measurement, about")
-    parser.add_argument("--sequences", type=int, nargs="+", default=[8, 1])
-    parser.add_argument("--seed", type=int, default=0, help="of whom kills hit")
-    parser.add_argument("--choose", action="store_true", help="newcomers choose their stage themselves")
-    parser.add_argument("--out", type=Path, help="add a line of JSON per section")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no process is left behind
-    for name in options.sections or SECTIONS:
-        if name not in SECTIONS:
-            parser.error(f"no section is called {name}: {', '.join(SECTIONS)}")
-    for name in options.sections or SECTIONS:
-        load = os.getloadavg()[0]
-        figures = {
-            "section": name,
-            "at": time.strftime("%F %R"),
-            "load": [load, 0.0],
-            **SECTIONS[name](options),
-        }
-        figures["load"][1] = os.getloadavg()[0]
-        print(json.dumps(figures, indent=2), flush=True)
-        if options.out:
-            with options.out.open("a") as file:
-                file.write(json.dumps(figures) + "\n")
+    parser = parser_of(__doc__)
+    commands = parser.add_subparsers(required=True)
+    seconds = (20.0, "of a measurement")
+    command(commands, "codecs", codecs, stages=([2, 4], "2, 4"), turns=(3, "in turn"), seconds=seconds)
+    command(commands, "dsl", dsl, turns=(3, "in turn"), seconds=seconds)
+    command(
+        commands, "kills", kills, kills=(6, "of them"), seed=(0, "of whom they hit"),
+        choose=(False, "newcomers choose their stage themselves"),
+    )  # fmt: skip
+    command(commands, "slow", slow, turns=(3, "in turn"), seconds=(30.0, "of a measurement"))
+    made = command(
+        commands, "loss", loss, stages=([2, 4], "2, 3, 4"), replicas=(2, "of each"),
+        microbatches=(4, "a step"), sequences=(4, "in a microbatch"), rounds=(12, "of 20 inner steps"),
+        seeds=([0, 1, 2], "which ones"), law=(False, "only split against unsplit"),
+    )  # fmt: skip
+    names = [variant.name for variant in VARIANTS]
+    made.add_argument("--variants", nargs="+", choices=names, default=names)
+    run(parser)
 
 
 if __name__ == "__main__":

@@ -1,281 +1,373 @@
-"""Training over internet lines: four peers in network namespaces, ours and hivemind's own Optimizer.
+"""Training over internet lines: ours, torchft's DiLoCo and streaming DiLoCo, hivemind's ``Optimizer``.
 
-    python benchmarks/wan.py [--cases dsl transatlantic slow] [--seconds 100] [--hivemind] [--folder DIR]
-                             [--scale 0.2] [--fragments 1]
+    python benchmarks/wan.py --lines 20 50 200 1000        # against torchft: the grid
+    python benchmarks/wan.py --lines dsl transatlantic     # against hivemind
+    python benchmarks/wan.py --lines dsl-gpt               # against hivemind, the loss of a text model
 
-Needs root (see ``p2p-co2 rehearse``). The model's exchange takes half of a round at the line's upload rate at
-best (the floor of ALGORITHMS section 5), in case ``slow`` twice the round. Of a model in two fragments an
-exchange on ``transatlantic`` would be over in twelve round trips, so there it is one. Steps have a fixed
-length (``wan_recipe``), since four peers share two cores: utilisation is what the network leaves of the wall
-time between the first rounds and the last. Prints JSON; ``bars`` says what each figure should be.
+Needs root: four peers, each a network namespace behind its line (``lines``. ``line`` in the answer says what
+the kernel emulates). Steps have a fixed length, slept, so that two cores do not decide. The grid trains 30.8
+million parameters in four fragments, a round each 3.9 s or 100 steps, on so many Mbit/s up and down (20: up,
+100 down) and 10 ms one way. ``dsl`` and ``transatlantic`` take half of a round for an exchange at best,
+``slow`` twice a round. torchft is installed into ``--torchft-env``, never into this project's environment.
 
-``--hivemind`` runs the same recipe, data and lines with hivemind 1.1.12's ``Optimizer`` afterwards, for as
-long as ours took from its first step to its end (``--only-hivemind``: for ``--seconds``): tokens per second,
-utilisation, and the held-out loss at equal wall time (ours: of the agreed parameters). ``steady`` leaves out
-what comes before the first outer step, for both, and for ours what stops training without having to do with
-the line, told beside it (``aside_share``: checkpoints, held-out loss); ``training`` leaves out nothing but,
-for ours, the wait for the last rounds, which hivemind is given time for as well. hivemind averages
-gradients, so its one step per round is given a larger learning rate (``HIVEMIND_LEARNING_RATE_TIMES``).
+- ``utilisation``: time in inner steps over time, the slowest peer, between the first rounds and the end of
+  the training. ``aside_share``: of that time, checkpoints and held-out loss. ``tokens_per_s``: of all peers.
+- ``floor_s``: a round's payload at the line's upload rate, 2 (1 - 1/M) N b / rate for all systems. b is 4.25
+  bits for ours (int4), 32 for torchft on a CPU, 8 for hivemind. ``against_best``: outer rounds by the best
+  that the line allows, one in the longer of a round and ``floor_s``. ``diloco``, which waits by design,
+  takes the sum.
+- ``steps_late``: inner steps from sending a fragment to applying its mean. ``line_used``: bytes on the line,
+  headers included, by what it carries. ``transfer_share``: payload alone, from BEGIN to the last mean.
+- ``loss``: held out; ours of the agreed parameters at the end, hivemind's of each peer's own. ``curve``:
+  (wall seconds, loss) on the way, where the line asks for it.
 
-``line_share``: bytes on the line while an exchange is on; ``transfer_share``: payload alone, from BEGIN until
-the last member has all means ("achieved bandwidth during an exchange"); ``goodput_share``: the same with
-votes and decision. ``transfer_share_at_most``: of lines that carry all they can from BEGIN to the last mean.
-
-``--scale``: model and line rates smaller by this, latency, loss and the floor's share of the round as they
-are: for machines whose cores four peers' bytes at full rate would fill.
+Law: all systems run the same training on the same lines. Nobody is fast by being wrong: ours must end with
+one digest, torchft's peers hold the same agreed values after the same outer step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import ROOT, Bench, Figures, bench, note, parser_of, run, spread
+from lines import Lines
+from recipes import PARTS, WIDTH
 
-from bootstrap import netns
-from bootstrap.internet import Internet
-from bootstrap.local_swarm import Child, LocalSwarm, environment
+from bootstrap.local_swarm import Child, environment
+from p2p_co2.config import ClockConfig, RunConfig, write_toml
 from p2p_co2.planning.profiles import PROFILES, LinkProfile
-from p2p_co2.telemetry.events import Progress
-from p2p_co2.telemetry.journal import read_events
+from p2p_co2.recipes import recipe_digest
+from p2p_co2.system.process import program
+from p2p_co2.telemetry import events as ev
+from p2p_co2.trained import Trained
 
-ROOT = Path(__file__).resolve().parents[1]
-RECIPE = f"{ROOT}/benchmarks/wan_recipe.py:make"
-PEERS, WIDTH, PARTS, BATCH = 4, 512, 4, 512
-BITS_PER_VALUE = 4.25
-"""int4: four bits, and a scale and a bias of 16 bits each for 128 values."""
-FRAME_BYTES, FRAMED_BYTES, TLS_RECORD_BYTES, TLS_BYTES = 1514, 1448, 16 << 10, 22
-"""A full packet as the line counts it, and what it carries of TCP's stream (RFC 9293 with timestamps); a
-record of TLS 1.3 (RFC 8446), and what it costs."""
-HIVEMIND_LEARNING_RATE_TIMES = 20.0
-"""The best of 1, 10, 20, 40, 54 and 84 (the micro-batches of a round) for the recipe's error over six steps
-on mean gradients that are one step old; from 40 on it diverges."""
-CASES: dict[str, dict[str, Any]] = {
-    "dsl": {
-        "profile": "dsl", "loss": 0.01, "rows": 8192, "fragments": 2, "step_s": 0.5, "floor": 0.5,
-        "utilisation": 0.97, "line": 0.8,
-    },
-    "transatlantic": {
-        "profile": "transatlantic", "loss": None, "rows": 16384, "fragments": 1, "step_s": 1.0, "floor": 0.5,
-        "utilisation": 0.95, "line": 0.8,
-    },
-    "slow": {
-        "profile": "dsl", "loss": 0.01, "rows": 8192, "fragments": 4, "step_s": 0.5, "floor": 2.0,
-        "utilisation": 0.95, "line": None,
-    },
-}  # fmt: skip
+PEERS = 4
+STEPS, STEP_S = 100, 0.039
+BITS = {"ours": 4.25, "diloco": 32.0, "streaming": 32.0, "hivemind": 8.0}
+"""Per value. int4: four bits, and a scale and a bias of 16 bits each for 128 values."""
+LEARNING_RATE_TIMES = {"tables": 20.0, "gpt": 1.4}
+"""hivemind takes one step a round, on mean gradients, so it is given the best of several larger rates."""
+READY_S, LEAVE_S, TIED_S = 90.0, 90.0, 32.0
+"""To start, to leave, and until hivemind's peers begin together."""
+ENVIRONMENT = Path("~/.cache/p2p-co2-bench/torchft").expanduser()
+TORCHFT = ("torchft-nightly==2026.10.26", "torch==2.13.0", "numpy==2.3.5")
+FAST = replace(PROFILES["fibre"], up_bits_per_s=10**9, down_bits_per_s=10**9, latency_ms=0.0, loss=0.0)
 
 
-def floor_s(case: dict[str, Any]) -> float:
-    """Seconds of a full exchange at the line's upload rate."""
-    values = case.get("values") or case["rows"] * WIDTH * PARTS
-    return float(2 * (1 - 1 / PEERS) * values * BITS_PER_VALUE / line_of(case).up_bits_per_s)
+@dataclass(frozen=True)
+class Case:
+    """One line and what is trained over it. ``values``: parameters."""
+
+    line: LinkProfile
+    recipe: str
+    options: dict[str, int | float | bool]
+    values: int
+    batch: int
+    fragments: int
+    step_s: float
+    round_s: float
+    rivals: tuple[str, ...]
+    measure_every_s: float = 1e6
+
+    @property
+    def path(self) -> str:
+        return f"{ROOT}/benchmarks/recipes.py:{self.recipe}"
+
+    def floor_s(self, system: str) -> float:
+        return 2 * (1 - 1 / PEERS) * self.values * BITS[system] / self.line.up_bits_per_s
+
+    def best_rounds_per_s(self, system: str) -> float:
+        floor = self.floor_s(system)
+        return 1 / (self.round_s + floor if system == "diloco" else max(self.round_s, floor))
 
 
-def transfer_share_at_most(case: dict[str, Any]) -> float:
-    """By law: headers, each lost packet twice, BEGIN's way to the others and the last mean's."""
-    line, fragments = line_of(case), int(case["fragments"])
-    transfer_s = floor_s(case) / fragments
-    wire = FRAME_BYTES / FRAMED_BYTES * (1 + TLS_BYTES / TLS_RECORD_BYTES) / (1 - line.loss)
-    return transfer_s / (wire * transfer_s + 2 * line.latency_ms / 1e3)
+def grid_case(mbit: int) -> Case:
+    up, down = mbit * 1_000_000, max(mbit, 100 if mbit < 50 else 0) * 1_000_000
+    line = replace(PROFILES["fibre"], up_bits_per_s=up, down_bits_per_s=down, loss=0.0)
+    options = {"rows": 15_040, "step_s": STEP_S}
+    values = PARTS * WIDTH * 15_040
+    return Case(line, "tables", options, values, 16, PARTS, STEP_S, STEPS * STEP_S, ("diloco", "streaming"))
 
 
-def line_of(case: dict[str, Any]) -> LinkProfile:
-    """The case's line, without a router that hides anybody."""
-    profile, scale = PROFILES[case["profile"]], case["scale"]
-    loss = profile.loss if case["loss"] is None else case["loss"]
-    up, down = int(scale * profile.up_bits_per_s), int(scale * profile.down_bits_per_s)
-    return replace(profile, nat="open", loss=loss, up_bits_per_s=up, down_bits_per_s=down)
+def line_case(profile: str, rows: int, fragments: int, step_s: float, share: float, scale: float) -> Case:
+    """``share``: of a round, what an exchange takes at best. ``scale``: model and rates smaller by this."""
+    line, rows = scaled(profile, scale), round(rows * scale)
+    values = PARTS * WIDTH * rows
+    options = {"rows": rows, "step_s": step_s, "batch": 512, "plain": True}
+    made = Case(line, "tables", options, values, 512, fragments, step_s, 1.0, ("hivemind",))
+    return replace(made, round_s=made.floor_s("ours") / share)
 
 
-def scaled(case: dict[str, Any], scale: float) -> dict[str, Any]:
-    """The case with a model and a line smaller by ``scale``."""
-    return {**case, "rows": round(scale * case["rows"]), "scale": scale}
+def gpt_case() -> Case:
+    values, options = 1_269_920, {"step_s": 0.5, "batch": 8}
+    line = scaled("dsl", values / (8192 * WIDTH * PARTS))
+    made = Case(line, "gpt", options, values, 8, 2, 0.5, 1.0, ("hivemind",), 5.0)
+    return replace(made, round_s=made.floor_s("ours") / 0.5)
 
 
-def options_of(case: dict[str, Any]) -> dict[str, Any]:
-    return case.get("options") or {
-        "rows": case["rows"],
-        "width": WIDTH,
-        "parts": PARTS,
-        "step_s": case["step_s"],
-        "sparse": case["sparse"],
-    }
+def scaled(profile: str, scale: float) -> LinkProfile:
+    """dsl with 1 % of loss."""
+    line = PROFILES[profile]
+    up, down = int(scale * line.up_bits_per_s), int(scale * line.down_bits_per_s)
+    return replace(line, up_bits_per_s=up, down_bits_per_s=down, loss=0.01 if profile == "dsl" else line.loss)
 
 
-def ours(case: dict[str, Any], seconds: float, folder: Path) -> dict[str, Any]:
-    """A rehearsal through the console script."""
-    round_s = floor_s(case) / case["floor"]
-    options = "\n".join(f"{key} = {json.dumps(value)}" for key, value in options_of(case).items())
-    (folder / "run.toml").write_text(
-        f'name = "wan"\nrecipe = "{case.get("recipe", RECIPE)}"\nfragments = {case["fragments"]}\n'
-        f"[recipe_options]\n{options}\n[clock]\nround_s = {round_s:.3f}\n"
-    )
-    command = [sys.executable, "-m", "bootstrap", "rehearse", str(folder / "run.toml"), "--peers", str(PEERS)]
-    line = line_of(case)
-    command += ["--profile", case["profile"], "--nat", line.nat, "--seconds", str(seconds)]
-    command += ["--up-mbit", str(line.up_bits_per_s / 1e6), "--down-mbit", str(line.down_bits_per_s / 1e6)]
-    command += ["--loss", str(line.loss), "--folder", str(folder / "run")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"failed": (done.stdout + done.stderr)[-2000:]}
-    summary = json.loads((folder / "run" / "summary.json").read_text())
-    steady = summary["steady"]
-    used = steady["utilisation"]
-    aside = {peer: steady["saving_share"][peer] + steady["measuring_share"][peer] for peer in used}
-    exchanges = summary["exchanges"]
+def case_of(name: str, scale: float) -> Case:
+    if name.isdecimal():
+        return grid_case(int(name))
     return {
-        "round_s": round(round_s, 2),
-        "floor_s": round(floor_s(case), 2),
-        "utilisation_steady": min(used[peer] / (1 - aside[peer]) for peer in used),
-        "utilisation_with_all": min(used.values()),
-        "aside_share": max(aside.values()),
-        "wall_s": max(peer["wall_s"] for peer in summary["peer_table"].values()),
-        "training": _training(folder / "run" / "events.jsonl"),
-        "line_share": exchanges["line_share"],
-        "goodput_share": exchanges["goodput_share"],
-        "transfer_share": exchanges["transfer_share"],
-        "transfer_share_at_most": round(transfer_share_at_most(case), 3),
-        "exchange_s": exchanges["duration_s"],
-        "exchanging_share": exchanges["exchanging_share"],
-        "while_exchanging": exchanges["while_exchanging"],
-        "staleness": summary["staleness"],
-        "committed": summary["rounds"]["committed"],
-        "aborted": summary["rounds"]["abort_reasons"],
-        "tokens_per_s_steady": summary["steady"]["tokens_per_s"],
-        "loss": summary["loss"],
-        "forwarder": summary["forwarder"],
-        "bars": {"utilisation_steady": case["utilisation"], "transfer_share": case["line"]},
-    }
+        "dsl": lambda: line_case("dsl", 8192, 2, 0.5, 0.5, scale),
+        "transatlantic": lambda: line_case("transatlantic", 16384, 1, 1.0, 0.5, scale),
+        "slow": lambda: line_case("dsl", 8192, 4, 0.5, 2.0, scale),
+        "dsl-gpt": gpt_case,
+    }[name]()  # fmt: skip
 
 
-def _training(journal: Path) -> dict[str, float]:
-    """From the first inner step until the training loop ended, first rounds included: before the last rounds
-    are waited for."""
-    last = {
-        event.peer: event
-        for event in read_events(journal)
-        if isinstance(event, Progress) and event.phase == "training" and event.inner_steps
-    }
-    return {
-        "wall_s": round(max(event.wall_s for event in last.values()), 1),
-        "tokens_per_s": round(sum(event.tokens / event.wall_s for event in last.values()), 1),
-        "utilisation": round(min(event.train_s / event.wall_s for event in last.values()), 4),
-    }
+# ---- ours
 
 
-def theirs(case: dict[str, Any], seconds: float, folder: Path) -> dict[str, Any]:
-    """hivemind's Optimizer on the same lines."""
-    line, round_s = line_of(case), floor_s(case) / case["floor"]
-    job = {
-        "recipe": case.get("recipe", RECIPE),
-        "options": options_of(case),
-        "seconds": seconds,
-        "target_batch_size": max(1, round(PEERS * case.get("batch", BATCH) * round_s / case["step_s"])),
-        "matchmaking_s": 3.0,
-        "averaging_timeout_s": 60.0,
-        "next_chunk_timeout_s": 30.0,  # its default, the matchmaking time, ends transfers on such lines
-        "learning_rate_times": case.get("learning_rate_times", HIVEMIND_LEARNING_RATE_TIMES),
-        "measure_every_s": case.get("measure_every_s", seconds),
-        "begin_at": time.time() + 32.0,
-    }
-    (folder / "job.json").write_text(json.dumps(job))
-    workers: list[Child] = []
-    with Internet(netns.examine(), folder, seed=0) as internet, LocalSwarm(folder, grace_s=8) as swarm:
-        for index in range(PEERS):
-            internet.add(f"peer{index}", line)
-        internet.start()
-        seed = "-"
-        for index in range(PEERS):
-            machine = internet.machines[f"peer{index}"]
-            script = [sys.executable, str(ROOT / "benchmarks" / "wan_hivemind.py"), str(folder), str(index)]
-            command = machine.command([*script, machine.address, seed, str(folder / "job.json")])
-            workers.append(swarm.start(f"peer{index}", command, environment()))
-            if index == 0:
-                seed = json.loads("{" + swarm.wait_for_line(workers[0], "{", 90))["maddr"]
-        swarm.wait(workers, 60 + seconds + 60)
-        moved = {name: up for name, (up, _) in internet.traffic_bytes().items()}
-        told = [_figures(worker) for worker in workers]
-    if any(not figures or "loss" not in figures[-1] for figures in told):
-        return {"failed": [worker.last_lines(5) for worker in workers], "figures": told}
-    ends = [figures[-1] for figures in told]
-    return {
-        "wall_s": round(max(end["wall_s"] for end in ends), 1),
-        "training": {
-            "tokens_per_s": round(sum(end["tokens"] / end["wall_s"] for end in ends), 1),
-            "utilisation": round(min(end["train_s"] / end["wall_s"] for end in ends), 4),
-        },
-        "utilisation_steady": min(_share(figures, "train_s") for figures in told),
-        "tokens_per_s_steady": round(sum(_share(figures, "tokens") for figures in told), 1),
-        "loss": [figures[-1]["loss"] for figures in told],
-        "curves": [
-            [(each["wall_s"], each["loss"]) for each in figures if "loss" in each] for figures in told
+def ours(case: Case, seconds: float, swarm: Bench, lines: Lines) -> Figures:
+    rounds = max(3, round(seconds / case.round_s))
+    run = RunConfig(
+        name="wan", recipe=case.path, recipe_options=case.options,
+        recipe_digest=recipe_digest(case.path, case.options), fragments=case.fragments,
+        clock=ClockConfig(mode="time", round_s=round(case.round_s, 3), rounds=rounds),
+    )  # fmt: skip
+    (swarm.folder / "run.toml").write_text(write_toml(run))
+    address = lines.address("seed")
+    place = ["--folder", str(swarm.folder / "seed"), "--host", address, "--announce-host", address]
+    command = program("bootstrap", "seed", str(swarm.folder / "run.toml"), *place, "--port", "31337")
+    seed = swarm.start("seed", lines.command("seed", command), environment())
+    ticket, names = swarm.wait_for_line(seed, "ticket:", READY_S), [f"peer{index}" for index in range(PEERS)]
+    peers = []
+    for name in names:
+        options = ["--folder", str(swarm.folder / name), "--name", name, "--threads", "1", "--no-board"]
+        options += ["--min-peers", str(PEERS), "--recipe", case.path]
+        peers.append(
+            swarm.start(name, lines.command(name, program("peers", ticket, *options)), environment())
+        )
+    swarm.wait(peers, READY_S + rounds * case.round_s + LEAVE_S)
+    events = {name: swarm.all_events(name) for name in names}
+    ends = [event for own in events.values() for event in own if isinstance(event, ev.PeerFinished)]
+    digests = {event.digest for event in ends}
+    if len(digests) != 1 or any(peer.exit_status() for peer in peers):
+        return {"failed": [peer.last_lines(4) for peer in peers], "digests": sorted(digests)}
+    figures = figures_of_ours(case, lines, events)
+    if "hivemind" in case.rivals:
+        figures["loss"] = Trained.load(swarm.folder / names[0] / "checkpoint", case.path).held_out_loss()
+    return figures
+
+
+def figures_of_ours(case: Case, lines: Lines, events: Mapping[str, Sequence[ev.Event]]) -> Figures:
+    training = {name: [e for e in own if _trains(e)] for name, own in events.items()}
+    firsts = [next((e.at for e in own if min(e.versions, default=0) >= 1), None) for own in training.values()]
+    if None in firsts:
+        return {"failed": "a fragment had no round"}
+    since, until = max(at for at in firsts if at), min(own[-1].at for own in training.values())
+    inside = [e for own in events.values() for e in own if since <= e.at <= until]
+    spans = [_ends(own, since, until) for own in training.values()]
+    rates = [
+        (sum(b.versions) - sum(a.versions)) / case.fragments / (b.at - a.at) for a, b in spans if b.at > a.at
+    ]
+    applied = [event for event in inside if isinstance(event, ev.FragmentApplied)]
+    aside_s = sum(e.duration_s for e in inside if isinstance(e, ev.CheckpointSaved | ev.AgreedMeasured))
+    steps = sum(b.inner_steps - a.inner_steps for a, b in spans)
+    return common_figures(
+        case, "ours", min((b.train_s - a.train_s) / (b.wall_s - a.wall_s) for a, b in spans),
+        statistics.fmean(rates),
+    ) | {
+        "window_s": round(until - since, 1),
+        "wall_s": round(max(own[-1].wall_s for own in training.values()), 1),
+        "tokens_per_s": round(sum((b.tokens - a.tokens) / (b.wall_s - a.wall_s) for a, b in spans), 1),
+        "step_ms": round(1e3 * sum(b.train_s - a.train_s for a, b in spans) / steps, 2),
+        "exposed_share": round(max((b.exposed_s - a.exposed_s) / (b.wall_s - a.wall_s) for a, b in spans), 4),
+        "aside_share": round(aside_s / PEERS / (until - since), 4),
+        "steps_late": spread([event.sync_delay_steps for event in applied]),
+        "partial_share": round(1 - statistics.fmean(event.contributed for event in applied), 4),
+        "transfer_share": _transfers(case, inside),
+        "line_used": lines.used(since, until),
+        "aborted": sorted({e.reason for e in inside if isinstance(e, ev.RoundAborted)}),
+        "curve": [
+            (round(e.at - since, 1), round(e.loss, 4))
+            for e in sorted(inside, key=lambda e: e.at) if isinstance(e, ev.AgreedMeasured)
         ],
-        "steps_taken": [figures[-1]["epoch"] for figures in told],
-        "swarm_seen": [figures[-1]["peers"] for figures in told],
-        "up_bytes_per_peer": moved,
+    }  # fmt: skip
+
+
+def _trains(event: ev.Event) -> bool:
+    return isinstance(event, ev.Progress) and event.phase == "training" and event.inner_steps > 0
+
+
+def _ends(own: Sequence[ev.Progress], since: float, until: float) -> tuple[ev.Progress, ev.Progress]:
+    inside = [event for event in own if since <= event.at <= until]
+    return inside[0], inside[-1]
+
+
+def _transfers(case: Case, events: Sequence[ev.Event]) -> Figures:
+    """Of each exchange of everybody: payload and means by what the line carries until the last mean."""
+    payload = {e.fragment: e.payload_bytes for e in events if isinstance(e, ev.FragmentSent)}
+    took_s: dict[tuple[int, int], list[float]] = {}
+    for event in events:
+        if isinstance(event, ev.RoundCommitted) and event.group_size == PEERS and event.means_s:
+            took_s.setdefault((event.fragment, event.round), []).append(event.means_s - event.begun_s)
+    bits = {fragment: 8 * 2 * (1 - 1 / PEERS) * size for fragment, size in payload.items()}
+    return spread([
+        bits[fragment] / max(own) / case.line.up_bits_per_s
+        for (fragment, _), own in took_s.items() if len(own) == PEERS and max(own) > 0 and fragment in bits
+    ])  # fmt: skip
+
+
+# ---- torchft
+
+
+def torchft(case: Case, system: str, seconds: float, swarm: Bench, lines: Lines, there: Path) -> Figures:
+    """With its lighthouse on the public machine. Ends with an outer step of all peers after ``seconds``."""
+    job = swarm.folder / "job.json"
+    job.write_text(json.dumps({"options": case.options, "steps": STEPS}))
+    bind = ["--bind", "0.0.0.0:29510", "--min_replicas", str(PEERS), "--join_timeout_ms", "60000"]
+    swarm.start("seed", lines.command("seed", [str(there / "bin" / "torchft_lighthouse"), *bind]))
+    lighthouse = f"http://{lines.address('seed')}:29510"
+    script = [str(there / "bin" / "python"), str(ROOT / "benchmarks" / "rivals.py"), "--worker", "torchft"]
+    peers = []
+    for index in range(PEERS):
+        name = f"peer{index}"
+        words = [*script, system, str(index), lines.address(name), lighthouse, str(job)]
+        peers.append(swarm.start(name, lines.command(name, words), environment()))
+    ends_at = time.monotonic() + READY_S + seconds + 2 * (case.round_s + case.floor_s(system))
+    told = [swarm.said(peer) for peer in peers]
+    while not all(figures and figures[-1]["wall_s"] >= seconds for figures in told):
+        time.sleep(0.5)
+        told = [swarm.said(peer) for peer in peers]
+        if time.monotonic() > ends_at or any(not peer.running() for peer in peers):
+            break
+    for peer in peers:
+        swarm.kill(peer)
+    common = min((figures[-1]["outer_steps"] for figures in told if figures), default=0)
+    lasts = [one for figures in told for one in figures if one["outer_steps"] == common]
+    if len(lasts) != PEERS or len({last["digest"] for last in lasts}) != 1:
+        return {"failed": [peer.last_lines(6) for peer in peers], "outer_steps": common}
+    wall_s, until = max(last["wall_s"] for last in lasts), max(last["at"] for last in lasts)
+    one = lasts[0]
+    rounds_per_s = one["outer_steps"] / one["fragments"] / wall_s
+    return common_figures(case, system, min(x["train_s"] / x["wall_s"] for x in lasts), rounds_per_s) | {
+        "window_s": round(wall_s, 1),
+        "tokens_per_s": round(sum(last["tokens"] / last["wall_s"] for last in lasts)),
+        "step_ms": round(1e3 * statistics.fmean(last["train_s"] / last["inner_steps"] for last in lasts), 2),
+        "steps_late": {"fixed": one["delay_steps"]},
+        "line_used": lines.used(until - wall_s, until),
+        "syncs_that_failed": sum(last["failed"] for last in lasts),
     }
 
 
-def _figures(worker: Child) -> list[dict[str, Any]]:
-    lines = worker.log.read_text(errors="replace").splitlines()
-    return [json.loads(line) for line in lines if line.startswith('{"tokens')]
+def install_torchft(there: Path) -> None:
+    """A virtual environment with torchft and the torch of this project, if there is none yet."""
+    if not (there / "bin" / "torchft_lighthouse").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(there)], check=True)
+        subprocess.run([str(there / "bin" / "pip"), "install", "--quiet", *TORCHFT], check=True)
 
 
-def _share(figures: list[dict[str, Any]], name: str) -> float:
-    """Growth of ``name`` per second since the first outer step."""
+# ---- hivemind
+
+
+def hivemind(case: Case, seconds: float, swarm: Bench, lines: Lines) -> Figures:
+    job = swarm.folder / "job.json"
+    job.write_text(json.dumps({
+        "recipe": case.path, "options": case.options, "seconds": seconds,
+        "target_batch_size": max(1, round(PEERS * case.batch * case.round_s / case.step_s)),
+        "learning_rate_times": LEARNING_RATE_TIMES[case.recipe],
+        "measure_every_s": case.measure_every_s, "begin_at": time.time() + TIED_S,
+    }))  # fmt: skip
+    workers: list[Child] = []
+    seed, script = "-", [sys.executable, str(ROOT / "benchmarks" / "rivals.py"), "--worker", "optimizer"]
+    for index in range(PEERS):
+        name = f"peer{index}"
+        words = [*script, str(swarm.folder), str(index), lines.address(name), seed, str(job)]
+        workers.append(swarm.start(name, lines.command(name, words), environment()))
+        if not index:
+            seed = swarm.wait_for_answers(workers[0])[0]["maddr"]
+    swarm.wait(workers, TIED_S + seconds + 2 * READY_S)
+    told = [swarm.said(worker, '{"tokens') for worker in workers]
+    if any(not figures or "loss" not in figures[-1] for figures in told):
+        return {"failed": [worker.last_lines(5) for worker in workers]}
+    steps = min(figures[-1]["epoch"] for figures in told)
+    walls = [figures[-1]["wall_s"] for figures in told]
+    rates = [steps / wall_s for wall_s in walls]
+    return common_figures(case, "hivemind", min(map(_used, told)), statistics.fmean(rates)) | {
+        "wall_s": round(max(walls), 1),
+        "tokens_per_s": round(sum(_growth(figures, "tokens") for figures in told), 1),
+        "outer_steps": steps,
+        "loss": [round(figures[-1]["loss"], 4) for figures in told],
+        "curve": [
+            (round(one["wall_s"], 1), round(one["loss"], 4)) for one in told[0] if "loss" in one
+        ],
+    }  # fmt: skip
+
+
+def _used(figures: Sequence[Figures]) -> float:
+    return _growth(figures, "train_s")
+
+
+def _growth(figures: Sequence[Figures], name: str) -> float:
+    """Of ``name`` per second since the first outer step, or since the start if there was none."""
     first = next((each for each in figures if each["epoch"]), figures[0])
+    first = figures[0] if first is figures[-1] else first
     seconds = figures[-1]["wall_s"] - first["wall_s"]
-    return round((figures[-1][name] - first[name]) / seconds, 4) if seconds else 0.0
+    return float((figures[-1][name] - first[name]) / seconds) if seconds else 0.0
 
 
-@contextmanager
-def _folder(kept: Path | None, name: str) -> Iterator[Path]:
-    """A new folder for a case, removed afterwards unless it is to be ``kept``."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = kept / name if kept else Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
+# ---- all
+
+
+def common_figures(case: Case, system: str, utilisation: float, rounds_per_s: float) -> Figures:
+    best = case.best_rounds_per_s(system)
+    return {
+        "utilisation": round(utilisation, 4), "round_s": round(case.round_s, 2),
+        "floor_s": round(case.floor_s(system), 2), "outer_rounds_per_s": round(rounds_per_s, 4),
+        "best_rounds_per_s": round(best, 4), "against_best": round(rounds_per_s / best, 3),
+    }  # fmt: skip
+
+
+def measure(options: argparse.Namespace) -> Figures:
+    report: Figures = {"bits_per_value": BITS}
+    for name in options.lines:
+        case = case_of(name, options.scale)
+        systems = [one for one in options.systems or ("ours", *case.rivals) if one in ("ours", *case.rivals)]
+        report[name] = {}
+        for system in systems:
+            profiles = {"seed": FAST} | {f"peer{index}": case.line for index in range(PEERS)}
+            with bench(options.folder, f"{name}-{system}") as swarm, Lines(swarm, profiles) as lines:
+                report["line"] = lines.words
+                if system == "ours":
+                    figures = ours(case, options.seconds, swarm, lines)
+                elif system == "hivemind":
+                    figures = hivemind(case, options.seconds, swarm, lines)
+                else:
+                    install_torchft(options.torchft_env)
+                    figures = torchft(case, system, options.seconds, swarm, lines, options.torchft_env)
+            report[name][system] = figures
+            note(name, system, figures)
+    return report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
-    parser.add_argument("--seconds", type=float, default=100.0)
-    parser.add_argument("--folder", type=Path, help="keep our runs here, one folder each")
-    parser.add_argument("--scale", type=float, default=1.0)
-    parser.add_argument("--fragments", type=int, help="other than the case's own")
-    parser.add_argument("--hivemind", action="store_true")
-    parser.add_argument("--only-hivemind", action="store_true")
-    options = parser.parse_args()
-    report: dict[str, Any] = {"at": time.strftime("%F %R"), "peers": PEERS, "scale": options.scale}
-    for name in options.cases:
-        # hivemind's Optimizer averages dense gradients alone: both sides get them where they are compared.
-        case = scaled(CASES[name], options.scale)
-        case["sparse"] = not (options.hivemind or options.only_hivemind)
-        case["fragments"] = options.fragments or case["fragments"]
-        report[name] = {}
-        if not options.only_hivemind:
-            with _folder(options.folder, name) as folder:
-                report[name]["ours"] = ours(case, options.seconds, folder)
-            print(name, json.dumps(report[name]), file=sys.stderr, flush=True)
-        if options.hivemind or options.only_hivemind:
-            with tempfile.TemporaryDirectory() as folder:
-                seconds = report[name].get("ours", {}).get("wall_s") or options.seconds
-                report[name]["hivemind"] = theirs(case, seconds, Path(folder))
-        print(name, json.dumps(report[name]), file=sys.stderr)
-    print(json.dumps(report, indent=2))
+    parser = parser_of(__doc__)
+    parser.set_defaults(run_it=measure)
+    parser.add_argument("--lines", nargs="+", default=["20", "50", "200", "1000"], metavar="LINE",
+                        help="Mbit/s, or dsl, transatlantic, slow, dsl-gpt")  # fmt: skip
+    parser.add_argument("--systems", nargs="+", choices=tuple(BITS), help="ours, and those of the line")
+    parser.add_argument("--seconds", type=float, default=36.0, help="of training, for each line and system")
+    parser.add_argument("--scale", type=float, default=1.0, help="of dsl, transatlantic and slow")
+    parser.add_argument("--torchft-env", type=Path, default=ENVIRONMENT)
+    parser.add_argument("--folder", type=Path, help="keep the runs here, one folder each")
+    run(parser)
 
 
 if __name__ == "__main__":

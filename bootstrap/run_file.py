@@ -47,6 +47,9 @@ sync_delay_steps = 0           # apply no sooner than this many inner steps afte
 blend_alpha = 0.5              # rule "blend" only
 blocking_rounds = 0            # training waits (bounded) for so many first exchanges of each fragment
 
+[aggregation]
+rule = "centred"               # how the peers' slices become a mean: centred, or mean (no defence)
+
 [pipeline]                     # a model that fits no peer: cut into stages, of which a peer holds one
 stages = 1                     # 1: every peer holds the whole model
 microbatches = 64              # of an inner step of each replica of a stage; 8 to 16 for each stage

@@ -1,10 +1,9 @@
 """Charts as ECharts options: plain data made from facts and history, for the board and for ``report.html``.
 
-Laws: what a peer said is only ever a value in here, never a key (NiceGUI runs keys that begin with a colon),
-and tooltips are drawn, not HTML, so no text becomes markup or program. Colours are Okabe and Ito's (2008),
-told apart by colour-blind readers; outcomes are also told by a letter. Sizes are bounded whatever the
-swarm's. Every chart says in a sentence what it shows, for who cannot see it (``aria``), and offers its
-picture; those over time can be zoomed. What is replaced keeps the zoom, if the number of lines is the same.
+Laws: what a peer said is only ever a value in here, never a key, since NiceGUI runs keys that begin with a
+colon. Tooltips are drawn, not HTML, so no text becomes markup or program. Sizes are bounded whatever the
+swarm's. Every chart says in a sentence what it shows (``aria``), for a reader who cannot see it. Colours are
+Okabe and Ito's (2008), told apart by colour-blind readers; outcomes are also told by a letter.
 """
 
 from __future__ import annotations
@@ -24,9 +23,12 @@ from p2p_co2.telemetry.view import SwarmView
 Options = dict[str, Any]
 Series = Sequence[tuple[float, ...]]
 
-BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION = (
-    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00",
-)  # fmt: skip
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+PURPLE = "#CC79A7"
+SKY = "#56B4E9"
+VERMILLION = "#D55E00"
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION)
 OUTCOMES = {
     "committed": (BLUE, "", "committed"),
@@ -61,14 +63,14 @@ MARKS_APART = 1 / 24
 """Of a chart's span: what lies nearer to each other is one mark."""
 
 
-class Look(NamedTuple):
+class ChartLook(NamedTuple):
     """How a user wants to see a chart. ``smooth``: weight of what was before, 0 (as measured) to 1."""
 
     smooth: float = 0.0
     log: bool = False
 
 
-AS_MEASURED = Look()
+AS_MEASURED = ChartLook()
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ DARK = Palette(ink="#e6e9ee", soft="#9aa4b2", line="#2c333d", panel="#1a1f27")
 
 
 def column(name: str) -> int:
-    """Where a measure stands in a row of ``History.series``."""
+    """Where a measure stands in a row of ``BoardHistory.series``."""
     return MEASURES.index(name) + 1
 
 
@@ -96,11 +98,11 @@ WHOLE = "the last on all held-out data"
 
 def loss(
     palette: Palette, rows: Series, agreed: Series = (), whole: Series = (), *, over_tokens: bool = False,
-    look: Look = AS_MEASURED, marks: Sequence[Happening] = (),
+    look: ChartLook = AS_MEASURED, marks: Sequence[Happening] = (),
 ) -> Options:  # fmt: skip
-    """Mean training loss and the held-out loss of the agreed parameters, as rows of ``History.series``, over
-    time or over the swarm's tokens. ``whole``: the last on more data than peers measure it on; ``marks``: who
-    came and went, newest first, over time only."""
+    """Mean training loss and held-out loss of the agreed parameters, over time or over the swarm's tokens.
+    All are rows of ``BoardHistory.series``. ``whole``: the last on more data than peers measure it on.
+    ``marks``: who came and went, newest first, over time only."""
     place = column("loss")
     across = _axis(palette, "time")
     training = _points(rows, place)
@@ -130,7 +132,7 @@ def loss(
 
 def over_time(
     palette: Palette, rows: Series, lines: Mapping[str, tuple[str, str, float]], *, title: str = "Over time",
-    look: Look = AS_MEASURED, marks: Sequence[Happening] = (),
+    look: ChartLook = AS_MEASURED, marks: Sequence[Happening] = (),
 ) -> Options:  # fmt: skip
     """Some measures over time; ``lines``: (measure, colour, factor) by name. Utilisation is from 0 to 100."""
     ends: Options = {"max": 100, "interval": 25} if "utilisation" in lines else {}
@@ -173,9 +175,7 @@ def staleness(
 
 def staleness_of(palette: Palette, view: SwarmView, has_stages: bool) -> Options:
     """``staleness`` of a swarm, by stage where it has several."""
-    if has_stages:
-        return staleness(palette, view.stage_staleness, "stage")
-    return staleness(palette, view.fragment_staleness)
+    return staleness(palette, view.staleness_by(stage=has_stages), "stage" if has_stages else "fragment")
 
 
 def rounds(palette: Palette, found: Sequence[RoundFacts], fragments: int, stages: int = 0) -> Options:

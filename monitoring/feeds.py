@@ -29,8 +29,8 @@ from p2p_co2.wire.messages_pb2 import Relayed
 
 MAX_JOURNALS = 1024
 QUIET_S = 15.0
-"""A run whose journals do not grow for this long, and whose peers have finished or died, is over; where no
-lock tells whether they live, twenty times as long. A board that nobody asked for so long is not looked at."""
+"""A run whose journals do not grow for so long, and whose peers have finished or died, is over. Where no lock
+tells whether they live, it takes twenty times as long. Nobody looks at a board that was not asked for it."""
 MAX_AT_ONCE = MAX_ASKED // 2
 """Questions in flight: ``SocketActivation`` ends a program that asks too much, and a crowd of peers is not
 this one's fault."""
@@ -128,11 +128,10 @@ class JournalFeed(Feed):
 
 
 class RelayedFeed(Feed):
-    """A feed through a peer of this machine: its board, which has no libp2p, asks over ``relay``, its end of
-    the socket pair, and the peer passes the questions on. Law: it asks its own peer always, and the
-    others only while somebody looks (``watched``). What comes back is signed by each peer and checked here
-    like any observer's. ``gone`` is set when the peer has ended: then there is nothing more to show.
-    ``folder``: the peer's, where its ticket lies."""
+    """A feed through a peer of this machine, which passes the questions of its board on. ``relay``: the
+    board's end of the socket pair. ``gone`` is set when the peer has ended. ``folder``: the peer's, where its
+    ticket lies. Law: it asks its own peer always, and the others only while somebody looks (``watched``).
+    What comes back is signed by each peer and checked here like any observer's."""
 
     place = "this machine's peer"
     state = FeedState("connecting", "asking the peer of this machine")

@@ -5,7 +5,7 @@ board that is started again goes on where the last one stopped. A damaged file i
 name, and a place that cannot be written is replaced by memory (``or_in_memory``). One thread writes, in one
 transaction per ``write``; readers have a connection of their own, so a page never waits for a write.
 
-Price: a week of 64 peers takes some 100 MB (``benchmarks/board.py`` measures it). What is older than a tier
+Price: a week of 64 peers takes some 100 MB (``benchmarks/offline.py board``). What is older than a tier
 is the mean over the next tier's step, so a short dip is not seen for ever.
 """
 
@@ -28,8 +28,10 @@ from p2p_co2.errors import EnvironmentFault
 
 TIERS = ((2, 1200), (20, 4 * 3600), (120, 48 * 3600), (900, 90 * 86400))
 """(seconds per sample, seconds that such samples are kept), finest first."""
-SWARM, AGREED = "", "agreed"
-"""In the place of a peer id: the whole swarm; the agreed parameters, of which tokens and loss are known."""
+SWARM = ""
+"""In the place of a peer id: the whole swarm."""
+AGREED = "agreed"
+"""In the place of a peer id: the agreed parameters, of which tokens and loss are known."""
 MEASURES = ("tokens", "tokens_per_s", "loss", "utilisation", "up_bytes_per_s", "down_bytes_per_s")
 """The columns of a sample, in their order."""
 MAX_HAPPENINGS = 100_000
@@ -68,8 +70,8 @@ class Happening(NamedTuple):
 @dataclass
 class Batch:
     """What one ``write`` takes. ``samples``: by peer, ``SWARM`` or ``AGREED``, values in the order of
-    ``MEASURES`` (NaN: not known); ``counted``: new totals of work by peer; ``counted_rounds``: (fragment,
-    round) that they hold newly, fragments as ``telemetry.view.numbered``."""
+    ``MEASURES``; NaN: not known. ``counted``: new totals of work by peer. ``counted_rounds``: (fragment,
+    round) that they hold newly."""
 
     at: float
     samples: dict[str, Sequence[float]] = field(default_factory=dict)
@@ -78,7 +80,7 @@ class Batch:
     counted_rounds: set[tuple[int, int]] = field(default_factory=set)
 
 
-class History:
+class BoardHistory:
     """The file at ``path``; None keeps all in memory. ``writing`` and ``reading`` from one thread each.
     ``trouble``: what is wrong with it for as long as it lives, in words."""
 
@@ -95,7 +97,7 @@ class History:
         self._kept_until = 0.0
 
     @classmethod
-    def or_in_memory(cls, path: Path | None) -> History:
+    def or_in_memory(cls, path: Path | None) -> BoardHistory:
         """The history at ``path``, or one in memory whose ``trouble`` says why."""
         try:
             return cls(path)
@@ -231,8 +233,7 @@ class History:
         return [Happening(*row) for row in found]
 
     def moved(self, key: str, since: float) -> tuple[float, float]:
-        """About how many bytes a peer sent and received since then, as far as samples are kept: what is older
-        than the finest tier from the coarser ones."""
+        """About how many bytes a peer sent and received since then, as far as samples are kept."""
         until = 2**53
         sent = 0.0
         received = 0.0

@@ -21,17 +21,15 @@ import numpy as np
 from monitoring.words import figure, percent
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.telemetry import events as ev
-from p2p_co2.telemetry.view import numbered
+from p2p_co2.telemetry.view import SwarmView
 
 Sample = tuple[float, Mapping[str, tuple[int, int]]]
 """(unix time, bytes (up, down) since the start by peer's name)."""
-Place = tuple[int, int]
-"""(fragment as ``telemetry.view.numbered``, round)"""
 Spans = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TimedExchange:
     """One committed round; times unix seconds, ``payload_bytes`` one encoded fragment, ``transfer_s`` from
     BEGIN until the slowest member held all means (0: nobody told)."""
 
@@ -47,53 +45,34 @@ class Exchange:
         return 8 * 2 * (1 - 1 / self.group_size) * self.payload_bytes if self.group_size else 0.0
 
 
-@dataclass
-class ExchangeLog:
-    """Collects what the figures need; ``add`` the events in any order that keeps each peer's own."""
-
-    _begun: dict[Place, ev.RoundBegan] = field(default_factory=dict)
-    _commits: dict[Place, list[ev.RoundCommitted]] = field(default_factory=dict)
-    _payload_bytes: dict[int, int] = field(default_factory=dict)
-    _stages: dict[str, int] = field(default_factory=dict)
-
-    def add(self, event: ev.Event) -> None:
-        stage = self._stages.get(event.peer, 0)
-        match event:
-            case ev.PeerStarted():
-                self._stages[event.peer] = event.stage
-            case ev.FragmentSent():
-                self._payload_bytes[numbered(stage, event.fragment)] = event.payload_bytes
-            case ev.RoundBegan():
-                self._begun[numbered(stage, event.fragment), event.round] = event
-            case ev.RoundCommitted():
-                place = numbered(stage, event.fragment), event.round
-                self._commits.setdefault(place, []).append(event)
-
-    def exchanges(self) -> list[Exchange]:
-        """Those of which both ends are known, by their beginning."""
-        found = []
-        for place, begun in self._begun.items():
-            commits = self._commits.get(place, [])
-            ended_at = max((commit.at for commit in commits), default=begun.at)
-            if ended_at > begun.at:
-                transfer_s = max(0.0, *(commit.means_s - commit.begun_s for commit in commits))
-                payload_bytes = self._payload_bytes.get(place[0], 0)
-                found.append(Exchange(begun.at, ended_at, len(begun.group), payload_bytes, transfer_s))
-        return sorted(found, key=lambda exchange: exchange.began_at)
+def timed_exchanges(view: SwarmView) -> list[TimedExchange]:
+    """Those of which both ends are known, by their beginning."""
+    found = []
+    for round_ in view.rounds.values():
+        commits = round_.commits.values()
+        ended_at = max((commit.at for commit in commits), default=0.0)
+        if round_.begun is not None and ended_at > round_.begun[0]:
+            began_at, _, group = round_.begun
+            of_stage = (peer for peer in view.peers.values() if peer.stage == round_.stage)
+            sent = [peer.sent[round_.fragment] for peer in of_stage if round_.fragment in peer.sent]
+            payload_bytes = sent[-1].payload_bytes if sent else 0
+            transfer_s = max(0.0, *(commit.means_s - commit.begun_s for commit in commits))
+            found.append(TimedExchange(began_at, ended_at, len(group), payload_bytes, transfer_s))
+    return sorted(found, key=lambda exchange: exchange.began_at)
 
 
 def exchange_figures(
-    log: ExchangeLog, traffic: Sequence[Sample], lines: Mapping[str, LinkProfile], since: float = 0.0
+    view: SwarmView, traffic: Sequence[Sample], lines: Mapping[str, LinkProfile], since: float = 0.0
 ) -> dict[str, Any]:
     """The ``exchanges`` of a rehearsal's summary, of those that began at ``since`` (unix) or later.
 
-    Exchanges that overlap count as one. ``line_share``: the bytes on its members' lines over what the lines
-    could carry in the time, the busier direction of each, mean over the peers; None without ``traffic``.
+    Exchanges that overlap count as one. ``line_share``: the bytes on its members' lines over what those could
+    carry in the time: the busier direction of each, mean over the peers. It is None without ``traffic``.
     ``goodput_share``: the same of the payload alone, against the mean upload rate; ``transfer_share``: the
     same over the exchange's transfer. ``while_exchanging``: per peer, Mbit/s in the time in which at least
     one exchange was going on, and the share of the line.
     """
-    found = [exchange for exchange in log.exchanges() if exchange.began_at >= since]
+    found = [exchange for exchange in timed_exchanges(view) if exchange.began_at >= since]
     busy = _union([(one.began_at, one.ended_at) for one in found])
     together = [[one for one in found if start <= one.began_at <= end] for start, end in busy]
     upload = statistics.fmean(line.up_bits_per_s for line in lines.values()) if lines else 0.0
@@ -125,7 +104,7 @@ def _moved_bits(traffic: Sequence[Sample], name: str, spans: Spans) -> np.ndarra
     return 8 * np.hstack([np.diff(np.interp(ends, at, column)) for column in columns])
 
 
-def _rate(together: Sequence[Exchange], ends: Sequence[float]) -> float:
+def _rate(together: Sequence[TimedExchange], ends: Sequence[float]) -> float:
     """Bits per second of payload and means of each peer until each exchange's end; 0 where a part of it is
     not known."""
     spans = [(each.began_at, end) for each, end in zip(together, ends, strict=True)]

@@ -1,10 +1,9 @@
 """``/metrics`` for Prometheus, on the board and on every peer's own page.
 
 Names follow Prometheus' conventions (base units, ``_total``, ``_seconds``, ``_bytes``, ``_ratio``) under
-``p2p_co2_``. Law: label sets are bounded: ``peer`` by ``MAX_PEERS``, ``fragment`` and ``stage`` by what a run
-may have, the rest are fixed words; a peer's text is a label's value only, and a number that is not known has
-no sample. Figures a peer told of itself and figures the group counted have names of their own. Price: made
-anew for each scrape, some milliseconds for a hundred peers.
+``p2p_co2_``. Law: label sets are bounded, ``peer`` by ``MAX_PEERS``, ``fragment`` and ``stage`` by the run. A
+peer's text is a label's value only, and a number that is not known has no sample. Price: made anew for each
+scrape, some milliseconds for a hundred peers.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from pydantic import BaseModel
 
 from monitoring.charts import OUTCOMES
-from monitoring.facts import ONLINE, STATES, PeerFacts, PipelineFacts, RunState, StageFacts, SwarmFacts
+from monitoring.facts import ONLINE, STATES, PeerFacts, RunState, StageFacts, SwarmFacts
 from monitoring.words import plain
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -31,6 +31,7 @@ _PEER_COUNTERS = {
     "peer_sent_bytes": "up_bytes", "peer_received_bytes": "down_bytes", "peer_exposed_seconds": "exposed_s",
     "peer_hidden_seconds": "hidden_s", "peer_skipped_sends": "skipped_sends",
     "peer_refused_messages": "refused", "peer_nonsense": "nonsense",
+    "peer_missed_exchanges": "missed",
 }  # fmt: skip
 """By name, the field of ``PeerFacts`` (of a table the sum), whose description says what it is."""
 _PEER_GAUGES = {
@@ -74,7 +75,7 @@ _PIPELINE_GAUGES = {
     "peer_counted_microbatches": "counted", "peer_dropped_microbatches": "dropped",
     "peer_waiting_ratio": "waiting_share",
 }  # fmt: skip
-"""By name, the field of ``PipelineFacts``."""
+"""By name, the field of ``PeerFacts``; only in a run with stages."""
 _WHILE_ONLINE = {"loss_training", "utilisation"}
 
 
@@ -106,10 +107,8 @@ class FactsCollector(Collector):
         yield from _of(CounterMetricFamily, _PEER_COUNTERS, PeerFacts, peers, ["peer", "name"])
         yield from _of(GaugeMetricFamily, _PEER_GAUGES, PeerFacts, peers, ["peer", "name"])
         for name, field in _PIPELINE_GAUGES.items() if facts.stages else ():
-            told = {(*_names(one), str(one.stage)): one.pipeline for one in peers if one.pipeline is not None}
-            words = PipelineFacts.model_fields[field].description or field
-            values = {key: getattr(pipeline, field) for key, pipeline in told.items()}
-            yield _gauge(name, words, ["peer", "name", "stage"], values)
+            values = {(*_names(one), str(one.stage)): getattr(one, field) for one in peers}
+            yield _gauge(name, _description(PeerFacts, field), ["peer", "name", "stage"], values)
         yield _ages(peers)
         yield from _links(peers)
 
@@ -119,8 +118,7 @@ def _of(
     told: Sequence[Any], labels: Sequence[str] = (),
 ) -> Iterator[Metric]:  # fmt: skip
     for name, field in table.items():
-        words = kind.model_fields[field].description or field.replace("_", " ")
-        made = family(PREFIX + name, words, labels=labels or None)
+        made = family(PREFIX + name, _description(kind, field), labels=labels or None)
         for facts in told:
             value = getattr(facts, field)
             match value:
@@ -135,6 +133,10 @@ def _of(
             if value is not None:
                 made.add_metric(_names(facts) if labels else [], float(value))
         yield made
+
+
+def _description(kind: type[BaseModel], field: str) -> str:
+    return kind.model_fields[field].description or field.replace("_", " ")
 
 
 def _names(told: PeerFacts | StageFacts) -> list[str]:

@@ -14,8 +14,10 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 
-from monitoring.facts import ONLINE, SILENT_AFTER_S, Known, SwarmFacts, is_behind, swarm_facts
-from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, Happening, History
+from monitoring.facts import ONLINE, SILENT_AFTER_S, SwarmFacts
+from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, BoardHistory, Happening
+from monitoring.known import Known, is_behind
+from monitoring.swarm import swarm_facts
 from monitoring.words import describe, plain
 from p2p_co2.errors import EnvironmentFault, TransportError
 from p2p_co2.system.process import StopSignals
@@ -44,8 +46,8 @@ class Model:
         self._facts: SwarmFacts | None = None
 
     def moments(self, now: float) -> Moments:
-        """Take in what is new by ``now`` (unix seconds): yields the events of each moment that there is to
-        look at, the last one being now. A past, of a run or of the reader's own peer, is told in its time."""
+        """Take in what is new by ``now`` (unix seconds). Yields the events of each moment to look at, the
+        last being now. A past, of a run or of the reader's own peer, is told in its time."""
         news = self.feed.take()
         is_whole = self.feed.is_whole
         for sighting in news.sightings:
@@ -81,7 +83,8 @@ class Model:
         self._forget()
         feed = self.feed
         at = (self.view.last_at or now) if is_over else now
-        self._facts, self.known = None, Known(
+        self._facts = None
+        self.known = Known(
             self.view, at, feed.run, feed.state, feed.place, self.sightings, self._received_at, is_over,
             feed.me,
         )  # fmt: skip
@@ -101,7 +104,8 @@ class Model:
 def follow(feed: Feed, every_s: float, seconds: float) -> Generator[tuple[Model, Moments], None, None]:
     """A model of ``feed`` and its new moments, every so often, until Ctrl-C or ``seconds`` have passed (0: no
     end); closes the feed."""
-    model, stop = Model(feed), StopSignals(lambda: None)
+    model = Model(feed)
+    stop = StopSignals(lambda: None)
     ends_at = time.monotonic() + seconds if seconds else math.inf
     with contextlib.closing(feed), stop:
         while True:
@@ -134,7 +138,7 @@ class Recorder:
     """Keeps what ``model`` sees in ``history``, and lets it go on where the history ends. ``trouble``: why it
     is not kept, in words."""
 
-    def __init__(self, model: Model, history: History) -> None:
+    def __init__(self, model: Model, history: BoardHistory) -> None:
         self.history = history
         self.trouble = history.trouble
         self._model = model

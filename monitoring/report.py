@@ -3,9 +3,8 @@
 The page is made from the facts and charts of the board; ECharts' own program (from NiceGUI's wheel) and the
 data lie inside the file. It needs the extra ``board``, the picture the extra ``plot``.
 
-Law: data is JSON in a script element that cannot be left (every "<" is escaped), text enters the page as
-text, and the content policy allows no request to anywhere. Price: 1.2 MB, nearly all of it ECharts; a second
-of CPU for the picture.
+Law: data is JSON in a script element that cannot be left, since every "<" is escaped. Text enters the page as
+text, and the content policy allows no request to anywhere. Price: 1.2 MB, nearly all of it ECharts.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 from monitoring import charts
 from monitoring.facts import SwarmFacts
 from monitoring.feeds import JournalFeed
-from monitoring.history import AGREED, MAX_LINES, MEASURES, SWARM, Happening, History
+from monitoring.history import AGREED, MAX_LINES, MEASURES, SWARM, BoardHistory, Happening
 from monitoring.model import Model, Recorder
 from monitoring.words import clock, plain
 from p2p_co2.errors import EnvironmentFault
@@ -64,7 +63,7 @@ def write_report(folder: Path, summary: str = "", agreed: Agreed = (), whole: Ag
     there is no such folder."""
     extras = {"report.html": missing("board"), "loss.png": missing("plot")}
     model = Model(JournalFeed(folder))
-    history = History(None)
+    history = BoardHistory(None)
     try:
         Recorder(model, history).follow(time.time())
         facts = model.facts()

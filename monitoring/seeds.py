@@ -1,8 +1,8 @@
 """Whether the machines that an invitation names can be dialled: a TCP connection to each, and nothing sent.
 
 Only while somebody looks at the board's page of the run. ``None``: it was not tried, because the address is
-of another kind (a relay, QUIC). Law: at most as many connections as a ticket has addresses, each ended within
-the bound; no answer is read, so nothing that a machine says is believed.
+of another kind (a relay, QUIC). Law: at most as many connections as a ticket has addresses, and no answer is
+read, so nothing that a machine says is believed.
 """
 
 from __future__ import annotations

@@ -95,9 +95,9 @@ def figures_of(facts: SwarmFacts) -> dict[str, float]:
 def export_feed(
     feed: Feed, sinks: Sequence[Sink], seconds: float = 0.0, say: Callable[[str], None] = print
 ) -> int:
-    """Write to ``sinks`` until the run is over, Ctrl-C, or ``seconds`` have passed, a run's past included
-    where the feed has it; ``say`` hears when the swarm comes or goes. Returns the exit status; closes feed
-    and sinks. Raises ``TransportError`` if the run was never reached."""
+    """Write to ``sinks`` until the run is over, Ctrl-C, or ``seconds`` have passed; a past that the feed has,
+    too. ``say`` hears when the swarm comes or goes. Returns the exit status; closes feed and sinks. Raises
+    ``TransportError`` if the run was never reached."""
     told = ""
     wrote_any = False
     with contextlib.ExitStack() as stack:

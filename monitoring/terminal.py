@@ -1,17 +1,18 @@
-"""The swarm in a terminal: live while it runs, a plain line every ten seconds where there is no terminal, and
-the summary when it ended.
+"""The swarm in a terminal: live while it runs, and the summary when it ended. Where there is no terminal it
+is a plain line every ten seconds. The reader's own peer, where it has one, is the first row.
 
-Law: shows only what the facts hold; missing data is a dash, never a crash; a name or reason is text, never
+Law: shows only what the facts hold; missing data is a dash, never a crash. A name or reason is text, never
 markup or control characters. Price: a frame twice a second at most, some milliseconds of CPU each.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -19,99 +20,68 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from monitoring.facts import ONLINE, Known, PeerFacts, RoundFacts, StageFacts, SwarmFacts, swarm_facts
+from monitoring.columns import MILLISECONDS, PEER, STAGE
+from monitoring.facts import NOT_HEARD, ONLINE, PeerFacts, RoundFacts, SwarmFacts
+from monitoring.known import Known
 from monitoring.model import follow
-from monitoring.words import UNKNOWN, ago, clock, figure, links, news, percent, plain, size
+from monitoring.swarm import swarm_facts
+from monitoring.words import (
+    UNKNOWN,
+    ago,
+    clock,
+    figure,
+    links,
+    missed_advice,
+    missed_words,
+    news,
+    percent,
+    plain,
+    size,
+)
 from p2p_co2.telemetry.feed import Feed
 
 FRAME_S = 0.5
 PLAIN_EVERY_S = 10.0
 NEWS_LINES = 6
-_LINES_BESIDE_PEERS = 20
-_STATE_STYLES = {"training": "green", "finished": "cyan", "left": "cyan", "gone": "red", "silent": "red",
-                 "unreachable": "red"}  # fmt: skip
-_CONNECTION_STYLES = {"connected": "green", "connecting": "yellow", "ended": "cyan"}
+_LINES_BESIDE_PEERS = 21
+_STATUS_LINES = 60
+"""As high as what is printed once may be."""
+_BAR_CELLS = 60
+_STYLES = {
+    "training": "green", "finished": "cyan", "left": "cyan", "gone": "red", "silent": "red",
+    "unreachable": "red", "connected": "green", "connecting": "yellow", "ended": "cyan", "lost": "red",
+    "Healthy": "green", "Over": "cyan", "Lost": "red", "bad": "red",
+}  # fmt: skip
+"""Of states and of how bad a trouble is; others are yellow."""
 _NOTHING = {"connecting": "Looking for the swarm", "lost": "The swarm is out of reach",
             "over": "The run is over"}  # fmt: skip
-_RUN_STYLES = {"Healthy": "green", "Over": "cyan", "Lost": "red"}
 _OUTCOME_STYLES = {"committed": ("■", "blue"), "partial": ("p", "cyan"), "late": ("L", "yellow"),
                    "alone": ("1", "magenta"), "aborted": ("A", "bold red"), "open": ("·", "dim")}  # fmt: skip
-_COLUMNS: dict[str, Callable[[PeerFacts], str]] = {
-    "peer": lambda peer: plain(peer.label, 18), "stage": lambda peer: figure(peer.stage),
-    "state": lambda peer: plain(peer.state, 12),
-    "train\nloss": lambda peer: figure(peer.loss, 3), "tokens\nper s": lambda peer: figure(peer.tokens_per_s),
-    "at\nround": lambda peer: figure(peer.position, 1),
-    "stale-\nness": lambda peer: figure(peer.staleness_mean, 2),
-    "compute\nused": lambda peer: percent(peer.utilisation),
-    "exposed\ns": lambda peer: figure(peer.exposed_s, 1), "sent": lambda peer: size(peer.up_bytes),
-    "received": lambda peer: size(peer.down_bytes), "tokens": lambda peer: figure(peer.tokens),
-    "share*": lambda peer: percent(peer.share_counted), "links": lambda peer: links(peer.carriers)[:20],
-    "waiting": lambda peer: percent(peer.pipeline.waiting_share if peer.pipeline else None),
-    "device": lambda peer: plain(peer.device, 10),
-}  # fmt: skip
+_PEER_COLUMNS = ("peer", "stage", "state", "share", "loss", "tokens_per_s", "position", "staleness", "used",
+                 "exposed", "sent", "received", "tokens", "links", "waiting", "device")  # fmt: skip
 _OF_STAGES = ("stage", "waiting")
-"""Columns of a run with stages."""
-_DROP_FIRST = ("device", "received", "tokens", "exposed\ns", "at\nround", "links", "share*", "sent",
-               "waiting", "compute\nused")  # fmt: skip
+_OF_ALL = ("peer", "stage", "state", "share", "links")
+"""Known of a peer that was never heard itself."""
+_DROP_FIRST = ("device", "received", "tokens", "exposed", "position", "links", "sent", "waiting", "used",
+               "share")  # fmt: skip
 """Columns that go where the terminal is narrow, in this order."""
-_STAGE_COLUMNS: dict[str, Callable[[StageFacts], str]] = {
-    "stage": lambda stage: str(stage.stage),
-    "repli-\ncas": lambda stage: figure(stage.replicas),
-    "versions\napart": lambda stage: figure(stage.versions_apart),
-    "tokens\nper s": lambda stage: figure(stage.tokens_per_s),
-    "queue": lambda stage: figure(stage.waiting),
-    "waiting": lambda stage: percent(stage.waiting_share),
-    "drops": lambda stage: figure(stage.dropped),
-    "forward\nper s": lambda stage: size(stage.forward_bytes_per_s),
-    "back\nper s": lambda stage: size(stage.back_bytes_per_s),
-    "hop\nms": lambda stage: figure(_ms(stage.forward_round_trip_s), 1),
-    "commits": lambda stage: figure(stage.rounds_committed),
-    "aborted": lambda stage: figure(stage.rounds_aborted),
-}  # fmt: skip
-_STAGES_DROP_FIRST = (
-    "aborted",
-    "commits",
-    "hop\nms",
-    "versions\napart",
-    "back\nper s",
-    "forward\nper s",
-)
+_STAGES_DROP_FIRST = ("aborted", "committed", "hop", "apart", "back", "forward")
 Words = Sequence[tuple[float, str]]
-
-
-class Picture(Protocol):
-    """What a terminal shows of what is known. ``line``: where it is none, or a log."""
-
-    def frame(
-        self, known: Known, facts: SwarmFacts, width: int, height: int, news: Words
-    ) -> RenderableType: ...
-    def line(self, known: Known, facts: SwarmFacts) -> str: ...
-
-
-class WholeSwarm:
-    """A ``Picture`` of all peers alike."""
-
-    def frame(self, known: Known, facts: SwarmFacts, width: int, height: int, news: Words) -> RenderableType:
-        return frame(facts, width, height, news=news)
-
-    def line(self, known: Known, facts: SwarmFacts) -> str:
-        return line(facts)
 
 
 class LiveTerminal:
     """A live view of a swarm; a context manager. It starts no thread: ``show`` draws when a frame is due.
 
-    ``picture``: what is shown, all peers alike if None. ``expected_s``: how long the run is to train, None if
-    it has no end. ``screen``: take the whole screen while it lasts.
+    ``expected_s``: how long the run is to train, None if it has no end. ``screen``: take the whole screen
+    while it lasts. ``note``: what is said above all, "" for nothing.
     """
 
     def __init__(
-        self, console: Console | None = None, *, expected_s: float | None = None,
-        picture: Picture | None = None, screen: bool = False,
-    ) -> None:  # fmt: skip
+        self, console: Console | None = None, *, expected_s: float | None = None, screen: bool = False
+    ) -> None:
+        self.note = ""
         self._console = console or Console()
         self._expected_s = expected_s
-        self._picture = picture or WholeSwarm()
         self.started_at = time.time()
         self._trains_since: float | None = None
         self._next_at = 0.0
@@ -138,14 +108,14 @@ class LiveTerminal:
             return
         facts = swarm_facts(known)
         console = self._console
-        said = self._picture.line(known, facts)
+        said = line(facts)
         if not is_due and said == self._said:
             return
         self._next_at = known.now + (FRAME_S if self._live else PLAIN_EVERY_S)
         self._said = said
         if self._live:
             told = news(known.view, NEWS_LINES)
-            picture = self._picture.frame(known, facts, console.width, console.height, told)
+            picture = frame(facts, console.width, console.height, news=told, note=self.note)
             self._live.update(Group(picture, Text(self._times(known.now))), refresh=True)
         else:
             console.print(f"[{self._times(known.now)}] {said}", markup=False, highlight=False, soft_wrap=True)
@@ -169,29 +139,36 @@ def watch_feed(feed: Feed, seconds: float = 0.0, console: Console | None = None)
     return 0
 
 
+def print_status(facts: SwarmFacts, *, is_short: bool = False) -> None:
+    """How the run is in a line, and unless it ``is_short`` what a live view would show."""
+    print(f"{plain(facts.run or 'a run', 64)}: {plain(facts.how, 300)}")
+    if facts.has_figures and not is_short:
+        console = Console(width=None if sys.stdout.isatty() else 150)
+        console.print(frame(facts, console.width, _STATUS_LINES))
+
+
 def line(facts: SwarmFacts) -> str:
     """The swarm in one line of plain text."""
     if not facts.has_figures:
         return plain(facts.how if facts.state else f"{facts.connection}: {facts.connection_words}", 300)
     count = len(facts.troubles)
-    wrong = f", {count} trouble{'s'[: count > 1]}: {plain(facts.troubles[0].words, 300)}" if count else ""
-    stages = f", {_stages_in_words(facts)}" if facts.stages else ""
-    state = f"{facts.state}: " if facts.state else ""
-    return (
-        f"{state}{_peers_there(facts)}, round {figure(facts.position, 1)}, "
-        f"loss {figure(facts.loss, 3)} ({facts.loss_kind}), {figure(facts.tokens)} tokens, "
-        f"{figure(facts.tokens_per_s)} tokens/s, exchanges {_rounds(facts)}, "
-        f"staleness {figure(facts.staleness_mean, 2)}, up {size(facts.up_bytes)}{stages}{wrong}"
-    )
-
-
-def _stages_in_words(facts: SwarmFacts) -> str:
-    """The stages in a few words, a number for each."""
-    replicas, queues = (
-        " + ".join(figure(getattr(one, name)) for one in facts.stages) for name in ("replicas", "waiting")
-    )
-    dropped = figure(sum(one.dropped for one in facts.stages))
-    return f"replicas by stage {replicas}, queued {queues}, {dropped} dropped"
+    parts = [
+        _peers_there(facts), _round_words(facts), f"loss {figure(facts.loss, 3)} ({facts.loss_kind})",
+        f"{figure(facts.tokens)} tokens", f"{figure(facts.tokens_per_s)} tokens/s",
+        f"exchanges {_rounds(facts)}", f"staleness {figure(facts.staleness_mean, 2)}",
+        f"up {size(facts.up_bytes)}",
+    ]  # fmt: skip
+    if own := facts.own:
+        parts += [f"share {percent(own.share_counted)}", f"links {links(own.carriers)}", own.loading]
+    if facts.stages:
+        replicas, queues = (
+            " + ".join(figure(getattr(one, name)) for one in facts.stages) for name in ("replicas", "waiting")
+        )
+        dropped = figure(sum(one.dropped or 0 for one in facts.stages))
+        parts.append(f"replicas by stage {replicas}, queued {queues}, {dropped} dropped")
+    if count:
+        parts.append(f"{count} trouble{'s'[: count > 1]}: {plain(facts.troubles[0].words, 300)}")
+    return (f"{facts.state}: " if facts.state else "") + ", ".join(filter(None, parts))
 
 
 def _rounds(facts: SwarmFacts) -> str:
@@ -200,24 +177,37 @@ def _rounds(facts: SwarmFacts) -> str:
 
 
 def _peers_there(facts: SwarmFacts) -> str:
-    return f"{facts.peers_online} of {facts.peers_known} peers"
+    reached = sum(peer.state == "reached" for peer in facts.peers)
+    more = f" ({reached} more reached)" if reached else ""
+    return f"{facts.peers_online} of {facts.peers_known} peers{more}"
 
 
-def frame(facts: SwarmFacts, width: int, height: int, *, news: Words = ()) -> RenderableType:
-    """One screen of ``width`` times ``height`` cells; ``news``: (at, words), oldest first."""
+def _round_words(facts: SwarmFacts) -> str:
+    of = f" of {facts.rounds_total}" if facts.rounds_total else ""
+    left = f" ({clock(facts.time_left_s)} left)" if facts.time_left_s is not None else ""
+    return f"round {figure(facts.position, 1)}{of}{left}"
+
+
+def frame(facts: SwarmFacts, width: int, height: int, *, news: Words = (), note: str = "") -> RenderableType:
+    """One screen of ``width`` times ``height`` cells; ``news``: (at, words), oldest first; ``note``: said
+    below the head."""
     if facts.nothing:
         text = _NOTHING.get(facts.nothing, "Nobody is training right now")
         return Group(Text(text, style="bold"), Text(plain(facts.how, 400), style="dim"))
-    styles = {"bad": "red", "odd": "yellow"}
+    own = facts.own
     wrong = [
-        Text(f"! {plain(one.words, 300)}", style=styles[one.severity], overflow="fold")
+        Text(f"! {plain(one.words, 300)}", style=_style(one.severity), overflow="fold")
         for one in facts.troubles
     ]
-    start = min((peer.joined_at for peer in facts.peers if peer.joined_at is not None), default=facts.at)
+    joined_at = (peer.joined_at for peer in ([own] if own else facts.peers) if peer.joined_at is not None)
+    start = min(joined_at, default=facts.at)
     return Group(
-        *_head(facts), *(wrong[:4] or [Text("nothing is wrong", style="green")]),
+        *_head(facts, min(_BAR_CELLS, max(10, width - 20))),
+        *([Text(note, style="bold yellow")] if note else []),
+        *(wrong[:4] or [Text("nothing is wrong", style="green")]),
         *_stages(facts, width),
-        _peers(facts.peers, width, max(3, height - _LINES_BESIDE_PEERS - len(facts.stages)), facts),
+        _peers(facts, width, max(3, height - _LINES_BESIDE_PEERS - len(facts.stages))),
+        *([] if own is None or own.stage is None else [_own_stage(own, facts)]),
         *_staleness(facts, width),
         *(
             Text(f"  {clock(at - start)}  {words}", style="dim", no_wrap=True, overflow="ellipsis")
@@ -226,40 +216,49 @@ def frame(facts: SwarmFacts, width: int, height: int, *, news: Words = ()) -> Re
     )  # fmt: skip
 
 
-def _head(facts: SwarmFacts) -> list[Text]:
+def _style(word: str) -> str:
+    return _STYLES.get(word, "yellow")
+
+
+def _head(facts: SwarmFacts, cells: int) -> list[Text]:
     kind = facts.loss_kind + (ago(facts.loss_agreed_at, facts.at) if facts.loss_kind == "held-out" else "")
-    of = f" of {facts.rounds_total}" if facts.rounds_total else ""
-    left = f" ({clock(facts.time_left_s)} left)" if facts.time_left_s is not None else ""
-    title = Text.assemble(
-        (plain(facts.run or "a run", 64), "bold"), f"  {plain(facts.place, 80)}  ",
-        (facts.connection, _CONNECTION_STYLES.get(facts.connection, "red")),
-        *(() if not facts.state else ("  ", (facts.state, _RUN_STYLES.get(facts.state, "yellow")))),
-    )  # fmt: skip
-    first = Text.assemble(
-        "loss ", (figure(facts.loss, 3), "bold"), f" {facts.loss_unit} ({kind})   ",
-        (_peers_there(facts), "bold"), "   round ",
-        (f"{figure(facts.position, 1)}{of}", "bold"), left, "   utilisation ",
-        (percent(facts.utilisation), "bold"),
-    )  # fmt: skip
-    second = Text.assemble(
-        "tokens ", (figure(facts.tokens), "bold"), "   ", (figure(facts.tokens_per_s), "bold"),
-        f" tokens/s   sent {size(facts.up_bytes)}   exchanges ", (_rounds(facts), "bold"),
-    )  # fmt: skip
-    return [title, first, second]
-
-
-def own_stage(mine: Sequence[PeerFacts], facts: SwarmFacts) -> list[Text]:
-    """What this machine's peer says of its microbatches; nothing in a run of one stage."""
-    return [
+    head = [
         Text.assemble(
-            f"stage {said.stage} of {len(facts.stages)}   queue ", (figure(said.waiting), "bold"),
-            f"   in flight {figure(said.in_flight)}   waiting ", (percent(said.waiting_share), "bold"),
-            f"   dropped {figure(said.dropped)} of {figure(said.counted + said.dropped)}",
-            f"   idle: {plain(said.waits_for, 60)}" if said.waits_for else "",
-        )
-        for said in (peer.pipeline for peer in mine)
-        if said is not None
+            (plain(facts.run or "a run", 64), "bold"), f"  {plain(facts.place, 80)}  ",
+            (facts.connection, _style(facts.connection)), "  ", (facts.state, _style(facts.state)),
+        ),
+        Text.assemble(
+            "loss ", (figure(facts.loss, 3), "bold"), f" {facts.loss_unit} ({kind})   ",
+            (_peers_there(facts), "bold"), "   ", (_round_words(facts), "bold"), "   utilisation ",
+            (percent(facts.utilisation), "bold"),
+        ),
+        Text.assemble(
+            "tokens ", (figure(facts.tokens), "bold"), "   ", (figure(facts.tokens_per_s), "bold"),
+            f" tokens/s   sent {size(facts.up_bytes)}   exchanges ", (_rounds(facts), "bold"),
+        ),
     ]  # fmt: skip
+    if facts.progress is not None:
+        head.append(_bar(facts.progress, cells, "green"))
+    if (own := facts.own) and own.loaded_share is not None:
+        head.append(Text(f"{own.loading} ({own.loaded_share:.0%})", style="yellow"))
+        head.append(_bar(own.loaded_share, cells, "yellow"))
+    return head
+
+
+def _bar(share: float, cells: int, style: str) -> Text:
+    full = round(cells * min(1.0, max(0.0, share)))
+    return Text.assemble(("█" * full, style), ("░" * (cells - full), "dim"))
+
+
+def _own_stage(own: PeerFacts, facts: SwarmFacts) -> Text:
+    """What the reader's own peer says of its microbatches."""
+    of = (own.counted or 0) + (own.dropped or 0)
+    return Text.assemble(
+        f"stage {own.stage} of {len(facts.stages)}   queue ", (figure(own.waiting), "bold"),
+        f"   in flight {figure(own.in_flight)}   waiting ", (percent(own.waiting_share), "bold"),
+        f"   dropped {figure(own.dropped)} of {figure(of)}",
+        f"   idle: {plain(own.waits_for, 60)}" if own.waits_for else "",
+    )  # fmt: skip
 
 
 def _stages(facts: SwarmFacts, width: int) -> list[Table]:
@@ -267,33 +266,45 @@ def _stages(facts: SwarmFacts, width: int) -> list[Table]:
     if not facts.stages:
         return []
     cells = {
-        heading: [Text(cell(stage)) for stage in facts.stages] for heading, cell in _STAGE_COLUMNS.items()
+        key: [Text(column.words(stage)) for stage in facts.stages]
+        for key, column in STAGE.items()
+        if column.short
     }
-    for stage, replicas in zip(facts.stages, cells["repli-\ncas"], strict=True):
+    for stage, replicas in zip(facts.stages, cells["replicas"], strict=True):
         replicas.stylize("bold red" if stage.is_empty else "yellow" if stage.trouble else "bold")
-    return [table_of(cells, width, _STAGES_DROP_FIRST)]
+    return [_table({STAGE[key].short: column for key, column in cells.items()}, width,
+                   [STAGE[key].short for key in _STAGES_DROP_FIRST])]  # fmt: skip
 
 
-def _peers(peers: Sequence[PeerFacts], width: int, most: int, facts: SwarmFacts) -> Table:
-    order = sorted(peers, key=lambda peer: (peer.state not in ONLINE, peer.stage or 0, peer.label))
+def _peers(facts: SwarmFacts, width: int, most: int) -> Table:
+    own = facts.own
+    order = sorted(
+        facts.peers,
+        key=lambda peer: (peer is not own, peer.state not in ONLINE | {"reached"}, peer.stage or 0),
+    )
     cells = {
-        heading: [Text(cell(peer)) for peer in order[:most]]
-        for heading, cell in _COLUMNS.items()
-        if facts.stages or heading not in _OF_STAGES
+        PEER[key].short: [
+            Text("" if peer.state in NOT_HEARD and key not in _OF_ALL else PEER[key].words(peer))
+            for peer in order[:most]
+        ]
+        for key in _PEER_COLUMNS
+        if facts.stages or key not in _OF_STAGES
     }
     for peer, label, state in zip(order, cells["peer"], cells["state"], strict=False):
+        label.truncate(18, overflow="ellipsis")
         label.stylize("bold")
-        state.stylize(_STATE_STYLES.get(peer.state, "yellow"))
+        state.stylize(_style(peer.state))
+    if own is not None:
+        cells["peer"][0].append(" (you)")
     if len(order) > most:
         cells["peer"].append(Text(f"and {len(order) - most} more", style="dim"))
-    table = table_of(cells, width, _DROP_FIRST)
-    if table.columns:
-        table.caption = Text("* counted by the group; the rest is each peer's own word", style="dim")
-        table.caption_justify = "left"
+    table = _table(cells, width, [PEER[key].short for key in _DROP_FIRST])
+    table.caption = Text("* counted by the group; the rest is each peer's own word", style="dim")
+    table.caption_justify = "left"
     return table
 
 
-def table_of(cells: dict[str, list[Text]], width: int, drop_first: Sequence[str]) -> Table:
+def _table(cells: dict[str, list[Text]], width: int, drop_first: Sequence[str]) -> Table:
     """A table of ``cells`` by heading, without those of ``drop_first`` for which ``width`` has no room."""
     widths = {
         heading: max([*map(len, heading.split("\n")), *(cell.cell_len for cell in column)])
@@ -335,11 +346,10 @@ def _staleness(facts: SwarmFacts, width: int) -> list[Text]:
             letters.append(*_OUTCOME_STYLES[one.outcome])
         rows.append(letters)
     reasons = ", ".join(f"{plain(why, 40)} ({times})" for why, times in list(facts.abort_reasons.items())[:3])
-    return [*rows, *([Text(f"aborted: {reasons}")] if reasons else [])]
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds
+    missed = missed_words(facts.missed)
+    lines = [f"aborted: {reasons}"] if reasons else []
+    lines += [f"slices not counted: {missed}; {missed_advice(facts.missed)}"] if missed else []
+    return [*rows, *map(Text, lines)]
 
 
 def _histogram(counts: Mapping[str, int]) -> str:
@@ -408,7 +418,7 @@ def _stage_summary(stage: dict[str, Any]) -> str:
     hops = stage["hops"]
     made = f"{rounds['committed']} fragment exchanges ({rounds['alone']} alone, {rounds['aborted']} aborted)"
     ways = ", ".join(
-        f"{way} {size(hops[f'{way}_bytes_per_s'])}/s, {figure(_ms(hops[f'{way}_round_trip_s']), 1)} ms"
+        f"{way} {size(hops[f'{way}_bytes_per_s'])}/s, {MILLISECONDS.words(hops[f'{way}_round_trip_s'])} ms"
         for way in ("forward", "back")
         if hops[f"{way}_bytes_per_s"] is not None
     )

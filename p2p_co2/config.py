@@ -1,8 +1,8 @@
 """What all peers of a run must agree on (``RunConfig``), and what is one peer's own (``PeerConfig``).
 
-Both are frozen and validated where they are read; an unknown key is an error. Equal ``RunConfig`` values
-have equal ``canonical_bytes`` and so equal ``digest``, which covers every field: two peers that differ in
-any agreed setting refuse each other before anything is downloaded."""
+Both are frozen and validated where they are read; an unknown key is an error. The ``digest`` of a
+``RunConfig`` covers every field: two peers that differ in an agreed setting refuse each other before anything
+is downloaded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ import json
 import re
 import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from p2p_co2.codec_specs import SPECS, codec_names
 from p2p_co2.errors import ConfigError, in_our_words
+from p2p_co2.rule_specs import AGGREGATION_RULES, OUTER_RULES, implied_rule
 from p2p_co2.system.governor import read_hours
 from p2p_co2.wire.limits import MAX_STAGES
 
@@ -31,6 +41,8 @@ CHECKPOINT_BYTES_PER_DAY = 100e9
 """What checkpoints may write in a day, of itself; a consumer's SSD is made for several times that."""
 CHECKPOINT_LEAST_S = 60.0
 """Between two checkpoints, however small they are."""
+UPNP = "Ask the router to let others in (UPnP, NAT-PMP)."
+RELAY = "Pass on traffic between peers that cannot reach each other directly."
 
 
 class _Frozen(BaseModel):
@@ -92,7 +104,23 @@ class OuterConfig(_Frozen):
     @property
     def is_delayed(self) -> bool:
         """Whether live parameters meet a round's mean at the fragment's next schedule point."""
-        return self.rule in {"co2", "eager"}
+        return OUTER_RULES[self.rule].returns_work
+
+
+class AggregationConfig(_Frozen):
+    """``rule``: how the slices that the peers sent for a part become one mean. "centred" lets no slice pull
+    harder, nor lie further from the others, than most do (centred clipping, Karimireddy, He and Jaggi 2021).
+    "mean" is the weighted mean, without that defence. Left out it is "centred", or "mean" where
+    ``weight_cap`` is 0."""
+
+    rule: str = "centred"
+
+    @field_validator("rule")
+    @classmethod
+    def _is_known(cls, rule: str) -> str:
+        if rule not in AGGREGATION_RULES:
+            raise ValueError(f"no rule is called that; use {' or '.join(AGGREGATION_RULES)}")
+        return rule
 
 
 BoundaryCodec = Literal["fp32", "bf16", "int8"]
@@ -160,9 +188,8 @@ class RunConfig(_Frozen):
     from guessing the digest, and a ticket with it; where it is empty the first seed makes one.
 
     ``weight_cap`` is the defence against a peer that lies about its work. Tokens count at most as so many
-    times the median member's, and of four or more for a third of all at most, honest ones' too. What is far
-    larger than the others' for its work, or far from them, counts for less (``tensors.aggregation``). 0 is no
-    defence."""
+    times the median member's; among four or more, for a third of all at most. What is far larger than the
+    others' for its work, or far from them, counts for less (``aggregation``). 0 is no defence."""
 
     name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
     recipe: str = Field(default="byte-gpt", min_length=1, max_length=512)
@@ -176,15 +203,19 @@ class RunConfig(_Frozen):
     clock: ClockConfig = ClockConfig()
     codec: CodecConfig = CodecConfig()
     outer: OuterConfig = OuterConfig()
+    aggregation: AggregationConfig = AggregationConfig()
     pipeline: PipelineConfig = PipelineConfig()
 
     @model_validator(mode="before")
     @classmethod
-    def _one_group(cls, settings: object) -> object:
-        """Of a run that an earlier version published."""
-        if not isinstance(settings, dict) or settings.get("cells") != 1:
+    def _filled_in(cls, settings: object) -> object:
+        """What a run file leaves out, and what an earlier version published besides."""
+        if not isinstance(settings, dict):
             return settings
-        return {name: value for name, value in settings.items() if name != "cells"}
+        filled = {name: value for name, value in settings.items() if (name, value) != ("cells", 1)}
+        if filled.get("weight_cap") == 0:
+            filled.setdefault("aggregation", {"rule": implied_rule(0)})
+        return filled
 
     @field_validator("weight_cap")
     @classmethod
@@ -204,6 +235,11 @@ class RunConfig(_Frozen):
             )
         if self.clock.mode == "steps" and delay > steps:
             raise ValueError(f"outer.sync_delay_steps is {delay}, more than a round of {steps} steps")
+        if AGGREGATION_RULES[self.aggregation.rule].cuts and not self.weight_cap:
+            raise ValueError(
+                f"aggregation.rule {self.aggregation.rule!r} is a defence and weight_cap = 0 is none; use a "
+                'weight_cap of 1 or more, or aggregation.rule = "mean"'
+            )
         if self.outer.is_delayed and delay:
             raise ValueError(
                 f"outer.sync_delay_steps is {delay}, but rule {self.outer.rule!r} applies at the fragment's "
@@ -217,12 +253,15 @@ class RunConfig(_Frozen):
         return ":" in self.recipe
 
     def canonical_bytes(self) -> bytes:
-        """The agreed settings as bytes: JSON with sorted keys, every default written out."""
+        """The agreed settings as bytes: JSON with sorted keys, every default written out but for sections
+        that later versions added."""
         settings = self.model_dump(mode="json")
         if self.pipeline.stages == 1:
             del settings["pipeline"]
         if not self.salt:
             del settings["salt"]
+        if self.aggregation.rule == implied_rule(self.weight_cap):
+            del settings["aggregation"]
         return json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> bytes:
@@ -246,18 +285,67 @@ class RunConfig(_Frozen):
             raise ConfigError(wrong.where, wrong.key, f"{problem}; {cure}") from None
 
 
+def read_rate(given: object) -> object:
+    """Bytes per second of "2500000", "500k", "2.5M" or "20Mbit"; what is no text stays as it is."""
+    if not isinstance(given, str):
+        return given
+    found = re.fullmatch(r"(-?[0-9.]+) ?([kMG]?)(bit)?", given)
+    try:
+        value = float(found[1]) if found else None
+    except ValueError:
+        value = None
+    if found is None or value is None:
+        raise ValueError("is no rate; write bytes per second (500k, 2M) or bits (20Mbit)")
+    return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
+
+
+Rate = Annotated[float, BeforeValidator(read_rate)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """How a setting of a peer is given outside a peer file: ``--name`` of ``p2p-co2 join`` and ``doctor``,
+    the variable ``P2P_CO2_NAME``, ``name=...`` of ``co2.join``.
+
+    ``help``: what it is, for all of these and the reference. ``name``: if not that of its field. ``unit``:
+    what help shows in place of a value. ``panel``: its heading in help. ``on_command_line`` and
+    ``in_program``: whether it is an option of the commands, and of ``co2.join``. ``hidden``: left out of
+    help."""
+
+    help: str
+    name: str = ""
+    unit: str = ""
+    panel: str = ""
+    on_command_line: bool = True
+    in_program: bool = True
+    hidden: bool = False
+
+
+GUEST = "A guest on your machine"
+NETWORK = "Network"
+BOARD = "Board"
+STAGES = "Runs with stages"
+
+
 class LimitsConfig(_Frozen):
-    """Caps on what this peer gives.
+    """Caps on what this peer gives. A program may give a rate as text, too: "20Mbit"."""
 
-    ``upload_bytes_per_s``, ``download_bytes_per_s``: of messages, all links together; 0 means no cap, and the
-    measured upload rate sizes its parts. ``threads``: CPU threads of training, 0 for the number of cores.
-    ``hours``: when it trains, local time, as "22:00-07:00, 12:30-13:30"; "" for always.
-    """
-
-    upload_bytes_per_s: float = Field(default=0.0, ge=0)
-    download_bytes_per_s: float = Field(default=0.0, ge=0)
-    threads: int = Field(default=0, ge=0, le=1024)
-    hours: str = Field(default="", max_length=256)
+    upload_bytes_per_s: Annotated[
+        Rate,
+        Option(
+            name="upload", unit="RATE", panel=GUEST,
+            help="Most to send: bytes per second, or 500k, 2M, 20Mbit; 0 for no cap.",
+        ),
+    ] = Field(default=0.0, ge=0)  # fmt: skip
+    download_bytes_per_s: Annotated[
+        Rate, Option(name="download", unit="RATE", panel=GUEST, help="Most to receive, likewise.")
+    ] = Field(default=0.0, ge=0)
+    threads: Annotated[
+        int, Option(panel=GUEST, help="CPU threads for training; 0 for the number of cores.")
+    ] = Field(default=0, ge=0, le=1024)
+    hours: Annotated[
+        str, Option(panel=GUEST, help="Train only then, local time: 22:00-07:00, or several with commas.")
+    ] = Field(default="", max_length=256)
 
     @field_validator("upload_bytes_per_s", "download_bytes_per_s")
     @classmethod
@@ -279,38 +367,72 @@ class LimitsConfig(_Frozen):
 
 
 class PeerConfig(_Frozen):
-    """One peer's own business. ``folder`` holds identity, checkpoints and events ("~" is the home folder).
-    ``grpc_port`` 0 picks a free port. ``host`` is the address to listen on ("": all of this machine's, unless
-    the ticket's seeds are on it). ``announce_host`` is the one that others dial ("" means ``host``).
-    ``checkpoint_every_s`` seconds between checkpoints, 0 for as often as a budget of 100 GB of writes a day
-    allows, a minute at the least. ``device``: torch's name of it; "auto" for a GPU if torch can compute on
-    one, else the processor. ``batch`` sequences per inner step, 0 for the recipe's. ``upnp``: ask
-    the router to let others in (UPnP, NAT-PMP). ``relay``: where others can dial this peer, pass on traffic
-    between those that cannot reach each other; without it still 128 KiB at a time. ``board``: serve this
-    peer's board on ``board_port`` of the loopback (0: any free one)."""
+    """One peer's own settings. Each field says what it is; those with an ``Option`` are options of
+    ``p2p-co2 join`` and ``co2.join``, too."""
 
-    folder: Path = Path("runs/peer")
-    name: str = Field(default="", max_length=64)
-    device: str = "auto"
-    batch: int = Field(default=0, ge=0)
-    stage: int = Field(default=-1, ge=-1, lt=MAX_STAGES)
-    """Of a run with stages: which one to hold; -1 for the one that is needed most."""
-    cache_bytes: int = Field(default=1 << 30, ge=1 << 20)
-    """Microbatches on their way through this peer's stage may take so much memory: payloads half of it, and
-    graphs half. Where those of all do not fit, the rest are computed again for their backward."""
-    host: str = ""
-    announce_host: str = ""
-    grpc_port: int = Field(default=0, ge=0, le=65535)
-    libp2p_port: int = Field(default=0, ge=0, le=65535)
-    carrier: CarrierName = "auto"
-    upnp: bool = True
-    relay: bool = True
-    checkpoint_every_s: float = Field(default=0.0, ge=0)
-    min_peers: int = Field(default=1, ge=1)
-    board: bool = True
-    board_port: int = Field(default=0, ge=0, le=65535)
-    slow_line: str = Field(default="", max_length=128)
-    """Of a rehearsal: "up,down,latency,jitter,loss" to slow the carriers down to (bits/s, seconds)."""
+    folder: Annotated[
+        Path,
+        Option(help="Keeps identity, checkpoints and events; one for each run, if absent. ~ is your home."),
+    ] = Path("runs/peer")
+    name: Annotated[str, Option(help="What others see beside the peer's id.")] = Field(
+        default="", max_length=64
+    )
+    device: Annotated[
+        str, Option(in_program=False, help="auto (a GPU if torch can use one), cpu, cuda or cuda:1.")
+    ] = "auto"
+    batch: Annotated[int, Option(in_program=False, help="Sequences per inner step; 0 for the recipe's.")] = (
+        Field(default=0, ge=0)
+    )
+    min_peers: Annotated[int, Option(help="Wait (bounded) for this many before training.")] = Field(
+        default=1, ge=1
+    )
+    checkpoint_every_s: Annotated[
+        float,
+        Option(
+            name="checkpoint_every", unit="SECONDS",
+            help="Seconds between checkpoints; 0 for what 100 GB of writes a day allow.",
+        ),
+    ] = Field(default=0.0, ge=0)  # fmt: skip
+    carrier: Annotated[CarrierName, Option(panel=NETWORK, help="auto, grpc or libp2p.")] = "auto"
+    host: Annotated[
+        str,
+        Option(
+            panel=NETWORK, help="Address to listen on; all of this machine's, if the seeds are elsewhere."
+        ),
+    ] = ""
+    announce_host: Annotated[
+        str, Option(panel=NETWORK, help="Address that others dial, if it is not the host's.")
+    ] = ""
+    grpc_port: Annotated[int, Option(panel=NETWORK, help="For what peers send each other; 0 for any.")] = (
+        Field(default=0, ge=0, le=65535)
+    )
+    libp2p_port: Annotated[int, Option(panel=NETWORK, help="For finding peers, and relays; 0 for any.")] = (
+        Field(default=0, ge=0, le=65535)
+    )
+    upnp: Annotated[bool, Option(panel=NETWORK, help=UPNP)] = True
+    relay: Annotated[bool, Option(panel=NETWORK, help=RELAY)] = True
+    board: Annotated[bool, Option(panel=BOARD, help="Serve a page on loopback; idle until looked at.")] = True
+    board_port: Annotated[int, Option(panel=BOARD, help="Of that page; 0 for any.")] = Field(
+        default=0, ge=0, le=65535
+    )
+    stage: Annotated[
+        int, Option(in_program=False, panel=STAGES, help="Which to hold, from 0; -1 for the neediest.")
+    ] = Field(default=-1, ge=-1, lt=MAX_STAGES)
+    cache_bytes: Annotated[
+        int,
+        Option(
+            on_command_line=False, in_program=False,
+            help="Memory for microbatches on their way through a stage: half for payloads, half for graphs. "
+            "What does not fit is computed again for its backward.",
+        ),
+    ] = Field(default=1 << 30, ge=1 << 20)  # fmt: skip
+    slow_line: Annotated[
+        str,
+        Option(
+            hidden=True, in_program=False,
+            help='The line to play in a rehearsal: "up,down,latency,jitter,loss" (bits/s, seconds, share).',
+        ),
+    ] = Field(default="", max_length=128)  # fmt: skip
     limits: LimitsConfig = LimitsConfig()
 
     @field_validator("folder")

@@ -11,7 +11,6 @@ import importlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -26,6 +25,7 @@ from p2p_co2.system.extras import missing
 from p2p_co2.system.process import StopSignals, claim, end_with_parent, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
+from p2p_co2.telemetry.watch import Watch
 from peers.doctor.findings import State
 from peers.doctor.machine import look_at_machine
 
@@ -51,16 +51,12 @@ class JoinOptions:
     parent: int = 0
 
 
-class Watch(Protocol):
-    """What shows a volunteer the peer. ``know`` is told the run, before there is a peer; ``see``, ``say`` and
-    ``leave`` (a first Ctrl-C) may be called from any thread; ``close`` gives the terminal back and may be
-    called twice."""
+class PeerWatch(Watch, Protocol):
+    """What shows a volunteer the peer; its methods may be called from any thread. ``know`` is told the run,
+    before there is a peer; ``leave`` answers a first Ctrl-C."""
 
     def know(self, run: RunConfig) -> None: ...
     def leave(self) -> None: ...
-    def see(self, event: Event) -> None: ...
-    def say(self, text: str) -> None: ...
-    def close(self) -> None: ...
 
 
 def import_slow() -> None:
@@ -75,7 +71,7 @@ def import_slow() -> None:
         gc.enable()
 
 
-def join_run(options: JoinOptions, watch: Watch) -> None:
+def join_run(options: JoinOptions, watch: PeerWatch) -> None:
     """Train until the run is over or somebody stops us. Raises ``TicketError``, ``ConfigError``,
     ``EnvironmentFault``, ``TransportError`` as named in those."""
     running = _Running(watch.leave)
@@ -88,7 +84,7 @@ def join_run(options: JoinOptions, watch: Watch) -> None:
         watch.close()
 
 
-def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> None:
+def _look_and_join(options: JoinOptions, running: _Running, watch: PeerWatch) -> None:
     end_with_parent(options.parent)
     _look_first(options.config, watch.say)
     options = replace(options, config=_on_a_device(options.config, watch.say))
@@ -98,7 +94,7 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> Non
 
         def on_event(event: Event) -> None:
             journal.write(event)
-            watch.see(event)
+            watch.see([event])
             if isinstance(event, PeerStarted) and event.resumed_from:
                 at = f"step {event.inner_steps}, round {event.position:.2f}"
                 watch.say(f"resumed from {event.resumed_from}: {at}")
@@ -145,9 +141,8 @@ def _on_a_device(config: PeerConfig, say: Callable[[str], None]) -> PeerConfig:
 
 
 class _Running(StopSignals):
-    """What a first Ctrl-C meets: before there is a peer it breaks off, later it asks the peer to stop, and is
-    ``answered``: by a thread, since the one that the signal interrupts may be in the middle of saying
-    something."""
+    """What a first Ctrl-C meets: before there is a peer it breaks off, later it asks the peer to stop. A
+    thread answers it, since the interrupted one may be in the middle of saying something."""
 
     def __init__(self, answer: Callable[[], None]) -> None:
         super().__init__(self._stop)
@@ -169,22 +164,18 @@ class _Running(StopSignals):
         if self._asked.get():
             answer()
 
-    def _stop(self) -> None:
+    def _stop(self) -> bool:
         if self._peer is None:
-            raise KeyboardInterrupt
+            return True
         self._asked.put(True)
         self._peer.stop()
+        return False
 
     def take(self, peer: Peer | StagePeer) -> None:
         """From now on a Ctrl-C means this peer; one that was swallowed on the way to it too."""
         self._peer = peer
         if self.asked:
             peer.stop()
-
-    def go_on(self) -> None:
-        """Raise the ``KeyboardInterrupt`` that a slow import swallowed, if one did."""
-        if self.asked:
-            raise KeyboardInterrupt
 
     def toggle_pause(self, number: int, frame: FrameType | None) -> None:
         """SIGUSR1. Before there is a peer there is nothing to pause; the signal must not end the process."""
@@ -193,7 +184,7 @@ class _Running(StopSignals):
 
 
 def _join_and_train(
-    options: JoinOptions, running: _Running, on_event: Callable[[Event], None], watch: Watch
+    options: JoinOptions, running: _Running, on_event: Callable[[Event], None], watch: PeerWatch
 ) -> None:
     import torch
 
@@ -214,7 +205,7 @@ def _join_and_train(
             watch.say(opened)
         recipe = load_run_recipe(connection.run, options.recipe, options.data)
         watch.say(f"trains on: {_what_is_trained_on(connection.run, options)}")
-        _train(connection, recipe, options, running, on_event)
+        _train(connection, recipe, options, running)
     finally:
         connection.close()
 
@@ -236,25 +227,11 @@ def what_is_opened(config: PeerConfig) -> str:
     return "" if is_loopback(config.host) or not doings else f"this peer {' and '.join(doings)}"
 
 
-def _train(
-    connection: Connection, recipe: Recipe, options: JoinOptions, running: _Running,
-    on_event: Callable[[Event], None],
-) -> None:  # fmt: skip
+def _train(connection: Connection, recipe: Recipe, options: JoinOptions, running: _Running) -> None:
     if connection.run.pipeline.stages > 1:
-        running.go_on()
         stage_peer = connection.start_stage(recipe, options.resume or None, options.start_over)
         running.take(stage_peer)
-        from peers.guardian import Errand, Guardian
-
-        errand = Errand(options.ticket, options.config, options.recipe)
-        if options.start_over:
-            errand.forget()
-
-        def warn(text: str) -> None:
-            on_event(Warned(at=time.time(), peer=stage_peer.peer.peer_id, text=text))
-
-        with Guardian(errand, stage_peer, warn):
-            stage_peer.train()
+        stage_peer.train()
         return
     from p2p_co2.recipes import InnerStep
     from p2p_co2.trainer.agreed_loss import AgreedLoss
@@ -262,7 +239,6 @@ def _train(
 
     model = recipe.model.to(options.config.device)
     optimizer = recipe.optimizer(model.parameters())  # a first one imports much of torch
-    running.go_on()
     peer = connection.start(
         model, optimizer, recipe.learning_rate, resume=options.resume or None, start_over=options.start_over
     )

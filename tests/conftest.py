@@ -33,7 +33,7 @@ MEASURING = ("test_kill", "test_faults", "test_rehearsal", "test_doctor_network"
 SWARMS = ("test_swarm", "test_hostile", "test_leaks", "test_examples")
 """Start processes and wait for conditions; the longest first. Other files marked ``swarm`` follow them."""
 WAITING = (
-    "test_flood", "test_transport", "test_transport_libp2p", "test_discovery", "test_board_history",
+    "test_flood", "test_transport", "test_libp2p", "test_discovery", "test_board_history",
     "test_network", "test_socket_activation",
 )  # fmt: skip
 """Wait more than they work; short ones, which even out the end."""
@@ -49,6 +49,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile(
+    "long", settings.get_profile("suite"), derandomize=False, print_blob=True, max_examples=2000
+)  # --hypothesis-profile=long, before a release: 20 times the examples, others every time
 settings.load_profile("suite")  # the same examples every time, however long a machine stands still
 
 for _variable in [name for name in os.environ if name.startswith("P2P_CO2_")]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from p2p_co2.node.catchup import Agreement
-from p2p_co2.node.progress import Conclusions, SwarmProgress
+from p2p_co2.node.progress import SwarmProgress, Where
 from p2p_co2.node.state import LocalProgress, PeerState
 from p2p_co2.node.status import StatusWriter, Times
 from p2p_co2.protocol.ledger import AgreedVersion
@@ -41,8 +41,8 @@ class Place:
         self.membership.found(listed, self.now)
 
     @property
-    def known(self) -> Conclusions:
-        return self.progress.conclusions
+    def where(self) -> Where:
+        return self.progress.joining.where
 
     def say(self, peer: PeerId, status: Status) -> None:
         self.membership.receive(Ping(nonce=1, sent_at=self.now, status=status), peer, self.now)

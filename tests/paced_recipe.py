@@ -3,23 +3,17 @@ few cores do not slow each other down, and what it costs to lose peers shows. It
 the first of ``torch.optim`` that a process makes imports torch's compiler: a second of CPU and 70 MB for each
 of dozens of processes.
 
-Three variables of the environment change one process and not the run: after ``PACED_RAISE_AFTER`` steps the
+Two variables of the environment change one process and not the run: after ``PACED_RAISE_AFTER`` steps the
 data raise, as a user's faulty code would; after ``PACED_TEAR_AFTER`` memory ends in the middle of the next
-outer step; into the file ``PACED_SAMPLES`` goes a line every few seconds with what the process holds (memory,
-descriptors, threads, asyncio tasks).
+outer step.
 """
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +21,6 @@ from torch import Tensor, nn
 
 from p2p_co2.recipes import Recipe, Stages
 
-SAMPLE_EVERY_S = 10.0
 CLASSES = 16
 
 
@@ -68,11 +61,10 @@ def make(step_s: float = 0.1, width: int = 32) -> Recipe:
     """``step_s``: seconds that a step rests; ``width`` of the two layers."""
     raise_after = int(os.environ.get("PACED_RAISE_AFTER", "0"))
     tear_after = int(os.environ.get("PACED_TEAR_AFTER", "0"))
-    samples = os.environ.get("PACED_SAMPLES", "")
 
     def batches(seed: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(seed)
-        steps, sampled_at = 0, time.monotonic()
+        steps = 0
         while True:
             time.sleep(step_s)
             steps += 1
@@ -80,10 +72,6 @@ def make(step_s: float = 0.1, width: int = 32) -> Recipe:
                 raise RuntimeError("the model of this peer is broken")
             if tear_after and steps > tear_after:
                 sys.modules["p2p_co2.tensors.outer"].take_piece_ = no_memory  # type: ignore[attr-defined]
-            if samples and time.monotonic() - sampled_at >= SAMPLE_EVERY_S:
-                sampled_at = time.monotonic()
-                with Path(samples).open("a") as file:
-                    file.write(json.dumps(sample()) + "\n")
             inputs = torch.randn(batch, width, generator=generator)
             yield inputs, inputs.roll(1, 1)
 
@@ -137,24 +125,3 @@ def no_memory(*_: object) -> tuple[int, float]:
     """In place of ``outer.take_piece_``: the momentum is that of the next state then, the parameters are
     not."""
     raise MemoryError("no memory is left")
-
-
-def sample() -> dict[str, float]:
-    """What this process holds now."""
-    status = Path("/proc/self/status").read_text()
-    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-    return {
-        "at": time.time(),
-        "rss_bytes": int(fields["VmRSS"].split()[0]) * 1024,
-        "anonymous_bytes": int(fields["RssAnon"].split()[0]) * 1024,
-        "fds": len(os.listdir("/proc/self/fd")),
-        "threads": int(fields["Threads"]),
-        "tasks": sum(len(asyncio.all_tasks(loop)) for loop in _loops()),
-        "objects": len(gc.get_objects()),
-    }
-
-
-def _loops() -> list[asyncio.AbstractEventLoop]:
-    """The event loops of the library's threads; they run ``NetworkThread._run``."""
-    owners = [getattr(getattr(thread, "_target", None), "__self__", None) for thread in threading.enumerate()]
-    return [owner._loop for owner in owners if hasattr(owner, "_loop")]

@@ -22,9 +22,9 @@ from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.exchanged_model import Plan, check_model
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.trainer.ledger.worker import TensorWorker
-from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.rates import Rates
+from p2p_co2.trainer.session import Participation
 from p2p_co2.trainer.synchroniser import Progressed
 from tests.trainer_bench import RecordingWire
 
@@ -40,7 +40,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NoNetwork(RecordingWire):
-    """What a peer asks of its network thread, and nobody on the line."""
+    """What a peer asks of its group, and nobody on the line."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Lone:
         if start.inner_steps:
             rates.resumed()
         plan = Plan(self.run, config, fragments, model, optimizer)
-        self.peer = Peer(cast(NetworkThread, self.wire), self.ledger, plan, rates, start)
+        self.peer = Peer(cast(Participation, self.wire), self.ledger, plan, rates, start)
         self.sync, self.folder = self.peer._sync, folder
         self.draw = torch.Generator().manual_seed(sum(name.encode()))
 
@@ -128,7 +128,8 @@ def meet(*peers: Lone) -> None:
         slices = [(name, offer.weight, offer.payload) for name, offer in sent.items()]
         mean = asyncio.run(peers[0].ledger.reduce(fragment, slices)).mean
         weights = {name: offer.weight for name, offer in sent.items()}
-        parts = (PartWeights(0, len(first.payload) // 512, weights),)
+        ids = {name: offer.offer_id for name, offer in sent.items()}
+        parts = (PartWeights(0, len(first.payload) // 512, weights, ids),)
         agreed = AgreedMean(fragment, first.round, first.base_version, first.state_digest, mean, parts)
         for peer in peers:
             asyncio.run(peer.ledger.commit(agreed))

@@ -17,28 +17,22 @@ from torch import Tensor
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.protocol.rounds.attempt import Share, capped
-from p2p_co2.tensors.aggregation import (
-    LONGEST,
-    HostileSlice,
-    Rule,
-    centred,
-    centred_mean,
-    compare,
-    reduce_slices,
-    usual_length,
-    weighted_mean,
-)
+from p2p_co2.rule_specs import AGGREGATION_RULES
+from p2p_co2.tensors.aggregation import AggregationRule, HostileSlice, compare, get_rule, reduce_slices
+from p2p_co2.tensors.aggregation.centred import LONGEST, centred, usual_length
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.codec.base import CHUNK_BLOCKS, Codec
 from p2p_co2.wire.identity import PeerId
 
 NAMES: tuple[str, ...] = tuple(SPECS)
+RULES = [get_rule(name) for name in AGGREGATION_RULES]
+CENTRED, MEAN = RULES
 LARGEST = torch.finfo(torch.float32).max
 Part = tuple[str, float, bytes | bytearray | memoryview]
 
 
 def mean_of_parts(codec: Codec, parts: Sequence[Part]) -> memoryview:
-    return reduce_slices(weighted_mean, codec, parts).encoded
+    return reduce_slices(MEAN, codec, parts).encoded
 
 
 def gaussians(numel: int, seed: int) -> Tensor:
@@ -201,12 +195,6 @@ def test_fewer_liars_than_honest_peers_neither_pull_harder_nor_silence(
     assert min(honest) * (1 - 1e-9) <= usual_length([*honest, *lies], 1) <= max(honest) * (1 + 1e-9)
 
 
-def test_of_two_slices_the_shorter_is_believed_and_one_is_itself() -> None:
-    assert centred(along(1.0, 0.25), [100.0, 100.0]) == (25.0, 100.0)
-    assert centred(apart(3.0), [2.0]) == (2.0,)
-    assert centred(apart(0.0, 0.0), [1.0, 2.0]) == (1.0, 2.0)
-
-
 def test_equal_slices_and_those_that_differ_alike_count_whole() -> None:
     assert centred(along(1.0, 1.0, 1.0), [1.0, 1.0, 1.0]) == (1.0, 1.0, 1.0)
     assert centred(apart(1.0, 1.0, 1.0, 1.0), [3.0] * 4) == (3.0,) * 4
@@ -243,34 +231,34 @@ def test_zeros_neither_silence_the_others_nor_vanish() -> None:
 def test_a_centred_mean_by_hand() -> None:
     values = {"a": 1.0, "b": 1.0, "liar": 1000.0}
     parts: list[Part] = [(peer, 2.0, encoded("fp32", torch.full((128,), v))) for peer, v in values.items()]
-    mean, weights = reduce_slices(centred_mean, get_codec("fp32"), parts)
+    mean, weights = reduce_slices(CENTRED, get_codec("fp32"), parts)
     assert weights[:2] == (2.0, 2.0)
     assert weights[2] == pytest.approx(0.002, rel=1e-3)
     assert decoded("fp32", mean)[0] == pytest.approx(6.0 / 4.002, rel=1e-3)
-    mean, weights = reduce_slices(centred_mean, get_codec("fp32"), parts[1:])
+    mean, weights = reduce_slices(CENTRED, get_codec("fp32"), parts[1:])
     assert weights == (2.0, pytest.approx(0.002, rel=1e-3))  # of a pair the shorter one is believed
     assert decoded("fp32", mean)[0] == pytest.approx(4.0 / 2.002, rel=1e-3)
-    assert reduce_slices(centred_mean, get_codec("fp32"), parts[2:]).weights == (2.0,)
+    assert reduce_slices(CENTRED, get_codec("fp32"), parts[2:]).weights == (2.0,)
 
 
-@pytest.mark.parametrize("rule", [weighted_mean, centred_mean])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_mean_is_by_the_weights_that_its_rule_returns(name: str, rule: Rule) -> None:
+def test_a_mean_is_by_the_weights_that_its_rule_returns(name: str, rule: AggregationRule) -> None:
     """Whoever asks what counted reads these; and the order of arrival changes nothing."""
     codec, parts = get_codec(name), some_parts(name, 5, 9)
     parts[2] = (parts[2][0], 50.0, encoded(name, 70 * gaussians(9 * 128, 2)))
     mean, weights = reduce_slices(rule, codec, parts)
     named = [(peer, weight, payload) for (peer, _, payload), weight in zip(parts, weights, strict=True)]
     assert mean == mean_of_parts(codec, named)
-    assert (weights[2] < 1.0) == (rule is centred_mean)
+    assert (weights[2] < 1.0) == (rule is CENTRED)
     again, reversed_weights = reduce_slices(rule, codec, parts[::-1])
     assert again == mean
     assert reversed_weights == weights[::-1]
 
 
-@pytest.mark.parametrize("rule", [weighted_mean, centred_mean])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", NAMES)
-def test_hostile_slices_are_refused_and_named(name: str, rule: Rule) -> None:
+def test_hostile_slices_are_refused_and_named(name: str, rule: AggregationRule) -> None:
     codec, parts = get_codec(name), some_parts(name, 3, 2)
     bad = bytearray(parts[1][2])
     bad[-4:] = struct.pack("<f", math.nan)[2:] * 2  # a NaN as one fp32, fp16 or bf16
@@ -282,7 +270,7 @@ def test_hostile_slices_are_refused_and_named(name: str, rule: Rule) -> None:
 # ---- three honest peers and a liar
 
 
-def trained(rule: Rule, cap: float, honest: int, liars: int) -> float:
+def trained(rule: AggregationRule, cap: float, honest: int, liars: int) -> float:
     """The loss of a least-squares problem after 20 rounds of 10 noisy steps: fp32, outer lr 0.7."""
     codec, target = get_codec("fp32"), gaussians(1024, 0)
     agreed, random_ = torch.zeros(1024), torch.Generator().manual_seed(1)
@@ -302,7 +290,7 @@ def trained(rule: Rule, cap: float, honest: int, liars: int) -> float:
 
 
 def test_a_liar_costs_the_others_next_to_nothing() -> None:
-    alone = trained(centred_mean, 2.0, honest=3, liars=0)
-    assert trained(centred_mean, 2.0, honest=3, liars=1) < 1.05 * alone
-    assert trained(weighted_mean, 0.0, honest=3, liars=1) > 1.05 * alone  # what it is about
-    assert trained(centred_mean, 2.0, honest=4, liars=0) < 1.003 * trained(weighted_mean, 0.0, 4, 0)
+    alone = trained(CENTRED, 2.0, honest=3, liars=0)
+    assert trained(CENTRED, 2.0, honest=3, liars=1) < 1.05 * alone
+    assert trained(MEAN, 0.0, honest=3, liars=1) > 1.05 * alone  # what it is about
+    assert trained(CENTRED, 2.0, honest=4, liars=0) < 1.003 * trained(MEAN, 0.0, 4, 0)

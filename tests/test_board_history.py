@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from monitoring.feeds import QUIET_S, JournalFeed, RelayedFeed
-from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, Happening, History
+from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, BoardHistory, Happening
 from monitoring.model import MAX_PEERS, Model, Recorder
 from p2p_co2.config import read_run_config
 from p2p_co2.errors import EnvironmentFault
@@ -37,25 +37,14 @@ def sample(value: float) -> tuple[float, ...]:
     return tuple(value + place for place in range(len(MEASURES)))
 
 
-def filled(history: History, seconds: int, step_s: int = 2) -> None:
+def filled(history: BoardHistory, seconds: int, step_s: int = 2) -> None:
     for t in range(0, seconds, step_s):
         rows = {"a": sample(float(t)), SWARM: sample(float(-t)), AGREED: sample(1.0)}
         history.write(Batch(at=START + t, samples=rows))
 
 
-def test_samples_come_back_in_order(tmp_path: Path) -> None:
-    history = History(tmp_path / "board.sqlite")
-    filled(history, 20)
-    rows = history.series("a", START, START + 20)
-    assert [row[0] for row in rows] == [START + t for t in range(0, 20, 2)]
-    assert rows[3][1:] == sample(6.0)
-    assert history.series("nobody", START, START + 20) == []
-    assert history.span() == (START, START + 18)
-    history.close()
-
-
 def test_old_samples_become_means_and_finer_ones_go() -> None:
-    history = History(None)
+    history = BoardHistory(None)
     seconds = TIERS[0][1] + 1200
     filled(history, seconds)
     long_ago = history.series("a", START, START + seconds)
@@ -71,31 +60,24 @@ def test_old_samples_become_means_and_finer_ones_go() -> None:
 
 def test_a_board_started_again_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "board.sqlite"
-    first = History(path)
-    filled(first, 10)
-    line = Happening(START + 6, "peer_left", "b", -1, -1, "b left: stopped", "left b")
-    more = Batch(at=START + 10, happenings=[line, line], counted={"a": 12.5}, counted_rounds={(0, 3)})
-    first.write(more)
-    first.close()
-    again = History(path)
-    assert again.counted_rounds() == {(0, 3)}
-    assert again.happenings(10) == [line]
-    assert again.counted() == {"a": 12.5}
-    filled(again, 4)
-    assert len(again.series("a", START, START + 20)) == 5
-    again.close()
-
-
-def test_happenings_are_found_by_peer() -> None:
-    history = History(None)
     lines = [Happening(START + n, "warned", peer, -1, -1, f"{n}", f"{n}") for n, peer in enumerate("aab")]
-    history.write(Batch(at=START, happenings=lines))
-    told = [
-        [line.words for line in history.happenings(most, peer)]
-        for most, peer in ((2, ""), (9, "a"), (9, "z"))
-    ]
-    assert told == [["2", "1"], ["1", "0"], []]
-    history.close()
+    with contextlib.closing(BoardHistory(path)) as first:
+        filled(first, 20)
+        rows = first.series("a", START, START + 20)
+        assert [row[0] for row in rows] == [START + t for t in range(0, 20, 2)]
+        assert rows[3][1:] == sample(6.0)
+        assert first.series("nobody", START, START + 20) == []
+        more = Batch(at=START + 20, happenings=[*lines, lines[0]], counted={"a": 12.5})
+        more.counted_rounds = {(0, 3)}
+        first.write(more)
+    with contextlib.closing(BoardHistory(path)) as again:
+        assert (again.counted_rounds(), again.counted()) == ({(0, 3)}, {"a": 12.5})
+        assert again.happenings(10) == lines[::-1]
+        told = [[line.words for line in again.happenings(most, peer)] for most, peer in ((2, ""), (9, "a"))]
+        assert told == [["2", "1"], ["1", "0"]]
+        assert again.span() == (START, START + 18)
+        filled(again, 24)
+        assert len(again.series("a", START, START + 40)) == 12
 
 
 @pytest.mark.parametrize("what", ["no database", "another format", "damaged in the middle"])
@@ -107,19 +89,19 @@ def test_a_file_that_cannot_be_read_is_set_aside(tmp_path: Path, what: str) -> N
         with contextlib.closing(sqlite3.connect(path)) as other:
             other.execute("PRAGMA user_version=99")
     else:
-        with contextlib.closing(History(path)) as history:
+        with contextlib.closing(BoardHistory(path)) as history:
             filled(history, 400)
         data = path.read_bytes()
         path.write_bytes(data[:4096] + b"\x5a" * (len(data) - 4096))
-    with contextlib.closing(History(path)) as history:
+    with contextlib.closing(BoardHistory(path)) as history:
         assert list(tmp_path.glob("board.sqlite.damaged-*"))
         filled(history, 4)
-    with contextlib.closing(History(path)) as again:
+    with contextlib.closing(BoardHistory(path)) as again:
         assert len(again.series("a", START, START + 99)) == 2
 
 
 def test_a_write_that_fails_changes_nothing() -> None:
-    history = History(None)
+    history = BoardHistory(None)
     filled(history, 4)
     before = history.series("a", START, START + 99)
     line = Happening(START, "warned", "a", 2**70, 0, "a number that the file cannot hold", "")
@@ -133,13 +115,13 @@ def test_a_write_that_fails_changes_nothing() -> None:
 
 def test_a_history_that_cannot_be_written_is_told_and_kept_in_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    history = History.or_in_memory(tmp_path / "file" / "board.sqlite")
+    history = BoardHistory.or_in_memory(tmp_path / "file" / "board.sqlite")
     recorder = Recorder(Model(MadeFeed(MadeSwarm(2, start_at=START))), history)
     recorder.follow(START + 1)
     assert "--folder" in recorder.trouble
     assert history.span() != (0.0, 0.0)
     history.close()
-    assert not History.or_in_memory(None).trouble
+    assert not BoardHistory.or_in_memory(None).trouble
 
 
 # ---- feeds
@@ -237,7 +219,7 @@ def test_a_time_that_no_history_can_hold_does_not_stop_the_board(tmp_path: Path)
         for at in (1_700_000_000.0, 1e300, 1.1e300):
             journal.write(ev.Warned(at=at, peer=peer_id(0), text="here"))
     model = Model(JournalFeed(tmp_path))
-    recorder = Recorder(model, History(None))
+    recorder = Recorder(model, BoardHistory(None))
     recorder.follow(1e300)
     assert model.facts().peers_known == 1
     assert "not written" in recorder.trouble
@@ -245,8 +227,8 @@ def test_a_time_that_no_history_can_hold_does_not_stop_the_board(tmp_path: Path)
 
 BROKEN = """
 import asyncio
-from monitoring.board.server import Place, listening_socket, serve
-from monitoring.history import History
+from monitoring.board.server import BoardPlace, listening_socket, serve
+from monitoring.history import BoardHistory
 from monitoring.model import Model
 from tests.made_swarm import MadeFeed, MadeSwarm
 
@@ -255,9 +237,9 @@ class Broken(MadeFeed):
         raise RuntimeError("a fault of ours")
 
 async def main():
-    model, place = Model(Broken(MadeSwarm(2, start_at=1.8e9))), Place()
+    model, place = Model(Broken(MadeSwarm(2, start_at=1.8e9))), BoardPlace()
     async with asyncio.timeout(120):
-        await serve(model, History(None), listening_socket(place))
+        await serve(model, BoardHistory(None), listening_socket(place))
 
 asyncio.run(main())
 """

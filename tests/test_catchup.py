@@ -143,7 +143,7 @@ def test_a_mean_beyond_the_bound_goes_once_all_have_it(mean_bytes: int) -> None:
 def test_who_has_loaded_a_state_has_time_to_replay_the_rounds_since() -> None:
     """As soon as it asks for the state of another fragment, the one that it has loaded makes room; the rounds
     after that went with it, a moment before it asked for the first of them (run 802396 of
-    ``benchmarks/ends.py drawn``)."""
+    ``benchmarks/offline.py ends``)."""
     large = 3 * EXPORTS_FREE_BYTES // 4  # no room for two
     machine = CatchUp(IDENTITIES[1], RUN, TransferSizes((1000, 10), (large, large)))
     chunks = chunk_count(large, machine.donor.shape.chunk_bytes)

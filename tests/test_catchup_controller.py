@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.catchup import Agreement, CatchupController
+from p2p_co2.node.progress import Where
 from p2p_co2.node.state import Effects, LocalProgress, PeerState
 from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES, ROUND, STATE, Fetched, FetchFailed, Goal
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S
@@ -293,7 +294,7 @@ def test_many_that_join_at_once_do_not_take_each_other_for_the_swarm() -> None:
         assert min(world.versions()[0]) >= 4
         assert len(set(world.versions())) == 1
         for newcomer in world.trainers[2:]:
-            assert newcomer.node.progress.conclusions.abreast
+            assert newcomer.node.progress.joining.where is Where.ABREAST
             assert not newcomer.refused
         await world.close()
 

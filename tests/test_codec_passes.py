@@ -17,7 +17,7 @@ from torch import Tensor
 from p2p_co2.config import OuterConfig
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import reduce_slices, weighted_mean
+from p2p_co2.tensors.aggregation import get_rule, reduce_slices
 from p2p_co2.tensors.codec import Codec, get_codec, passes
 from p2p_co2.tensors.codec.passes import Passes
 from tests.test_codec import int4_rows_of_every_scale
@@ -148,7 +148,7 @@ def test_the_mean_of_slices(codec: Codec, count: int, both_ways: BothWays) -> No
         codec.encode(values_of_all_sizes(2100 * WIDTH, seed)).numpy().tobytes() for seed in range(count)
     ]
     parts = [(f"peer {seed}", 1.0 + seed / 3, payload) for seed, payload in enumerate(slices)]
-    mean, expected = both_ways(lambda: reduce_slices(weighted_mean, codec, parts).encoded)
+    mean, expected = both_ways(lambda: reduce_slices(get_rule("mean"), codec, parts).encoded)
     assert mean == expected
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from p2p_co2 import errors
 from p2p_co2.config import (
+    AggregationConfig,
     ClockConfig,
     CodecConfig,
     OuterConfig,
@@ -157,3 +159,16 @@ def test_the_docstring_draws_the_tree() -> None:
         if issubclass(kind, P2PCo2Error) and kind is not P2PCo2Error
     }
     assert drawn == defined
+
+
+def test_the_aggregation_rule_is_the_run_files_and_one_that_is_implied_changes_no_digest() -> None:
+    """Runs that were published before there was a rule to name keep their digests."""
+    for config, rule in ((RunConfig(), "centred"), (RunConfig(weight_cap=0.0), "mean")):
+        assert config.aggregation.rule == rule
+        assert b"aggregation" not in config.canonical_bytes()
+    named = RunConfig(aggregation=AggregationConfig(rule="mean"))
+    assert named.digest() != RunConfig().digest()
+    assert RunConfig.from_canonical_bytes(named.canonical_bytes()) == named
+    for settings in ({"rule": "median"}, {"rule": "centred"}):
+        with pytest.raises(ValidationError, match="use"):
+            RunConfig.model_validate({"weight_cap": 0.0, "aggregation": settings})

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from p2p_co2.config import PeerConfig, read_peer_config
+from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.system.accelerators import Gpus, Maker, gpus_here
 from p2p_co2.tensors.device import device_of, training_device
@@ -100,12 +100,6 @@ def test_a_gpu_that_torch_cannot_compute_on_is_passed_over_by_auto_alone(
 def test_a_device_that_is_not_there_is_refused(no_cards: None, wanted: str, words: str) -> None:
     with pytest.raises(ConfigError, match=f"--device: .*{words}"):
         training_device(wanted)
-
-
-def test_auto_is_the_default_and_a_peer_file_that_names_one_stands(tmp_path: Path) -> None:
-    assert PeerConfig().device == "auto"
-    (tmp_path / "peer.toml").write_text('device = "cpu"\n')
-    assert read_peer_config(tmp_path / "peer.toml").device == "cpu"
 
 
 # ---- which GPUs the kernel shows

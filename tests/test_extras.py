@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def test_the_extras_are_those_of_the_project_and_all_is_all_of_them() -> None:
     offered = PROJECT["optional-dependencies"]
-    assert offered.keys() - {"all", "dev", "fuzz"} == extras.LIBRARIES.keys()
+    assert offered.keys() - {"all", "dev"} == extras.LIBRARIES.keys()
     (everything,) = offered["all"]
     assert set(everything.removeprefix("p2p-co2[").removesuffix("]").split(",")) == extras.LIBRARIES.keys()
 

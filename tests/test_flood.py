@@ -1,9 +1,5 @@
-"""Those who flood, trickle, and open without end, over real sockets and both carriers: bounded, named,
-dropped.
-
-The first half is about one carrier and a client that speaks its wire by hand; the second about a real swarm
-of processes that goes on training meanwhile.
-"""
+"""Diallers that speak the wire by hand: wrong hellos, trickles, floods and streams without end are bounded,
+named and dropped, over real sockets and both carriers."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -28,15 +25,15 @@ from p2p_co2.net.transport.grpc_carrier import METHOD, GrpcCarrier
 from p2p_co2.net.transport.libp2p import carrier as libp2p_carrier
 from p2p_co2.net.transport.libp2p.carrier import PROTOCOL, Libp2pCarrier
 from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
-from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES
+from p2p_co2.net.transport.libp2p.streams import framed
 from p2p_co2.node.router import control_units
 from p2p_co2.protocol.rounds.assembly import piece_bytes
-from p2p_co2.wire.limits import MAX_DATA_BYTES, PROTOCOL_VERSION
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import HELLO_WINDOW_S, MAX_DATA_BYTES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope, Mean, Ping, RoundKey
 from tests.fuzz.world import RUN as RUN_OF_WORLD
 from tests.fuzz.world import Trainer, World
-from tests.test_transport import hello_for
-from tests.transport_peers import PATIENCE_S, RUN, Peer, open_pair, open_peer, until
+from tests.transport_peers import BOTH, PATIENCE_S, RUN, Peer, open_pair, open_peer, until
 
 # ---- HTTP/2 by hand: gRPC's own client never sends half a message
 
@@ -57,9 +54,40 @@ def grpc_message(data: bytes) -> bytes:
     return b"\0" + struct.pack(">I", len(data)) + data
 
 
+@dataclass
+class Dialler:
+    """Speaks a carrier's wire by hand."""
+
+    kind: str
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def write(self, data: bytes) -> None:
+        """Bytes of messages, be they whole or not."""
+        self.writer.write(http2_frame(DATA, 0, 1, data) if self.kind == "grpc" else data)
+
+    def framed(self, message: bytes) -> bytes:
+        return grpc_message(message) if self.kind == "grpc" else framed(message)
+
+    async def hear(self, words: str) -> None:
+        """Until the other end says them, after frames of other kinds."""
+        said = b""
+        while words.encode() not in said:
+            more = await self.reader.read(10_000)
+            assert more, said
+            said += more
+
+
 @asynccontextmanager
-async def http2_call(b: Peer) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """An open call of our method to ``b``, over TLS, after the headers."""
+async def dial(kind: str, a: Peer, b: Peer) -> AsyncIterator[Dialler]:
+    """A stream, or an open call of our method, to ``b``; nothing is said yet."""
+    if kind == "libp2p":
+        assert isinstance(a.carrier, Libp2pCarrier)
+        await reach(a.carrier.p2p, b.identity.peer_id, b.record.maddrs, PATIENCE_S)
+        stream = await open_stream(a.carrier.p2p, b.identity.peer_id, PROTOCOL, PATIENCE_S)
+        yield Dialler(kind, stream.reader, stream.writer)
+        await hang_up(stream.writer)
+        return
     assert isinstance(b.carrier, GrpcCarrier)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -72,53 +100,65 @@ async def http2_call(b: Peer) -> AsyncIterator[tuple[asyncio.StreamReader, async
     headers = b"".join(literal(name, value) for name, value in fields.items())
     writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + http2_frame(SETTINGS, 0, 0))
     writer.write(http2_frame(SETTINGS, ACK, 0) + http2_frame(HEADERS, END_HEADERS, 1, headers))
-    try:
-        yield reader, writer
-    finally:
-        writer.transport.abort()
+    yield Dialler(kind, reader, writer)
+    writer.transport.abort()
 
 
-async def trickle(writer: asyncio.StreamWriter, b: Peer, wrap: bool) -> None:
-    """A byte at a time, until somebody does something about it."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not b.refused:
-            writer.write(http2_frame(DATA, 0, 1, b"x") if wrap else b"x")
-            await asyncio.sleep(0.02)
+def hello(
+    a: Peer, b: Peer, *, signer: Identity | None = None, to: PeerId | None = None,
+    digest: bytes | None = None, late_s: float = 0.0,
+) -> bytes:  # fmt: skip
+    admission = Admission(signer or a.identity, RUN, lambda: time.time() - late_s)
+    seen = b.record.certificate_digest if digest is None else digest
+    return admission.hello(to or b.identity.peer_id, seen)
 
 
-async def test_grpc_drops_a_peer_that_trickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_carrier, "MESSAGE_TIMEOUT_S", 1.5)
-    async with open_peer("grpc", tmp_path / "b") as b, http2_call(b) as (reader, writer):
-        writer.write(http2_frame(DATA, 0, 1, grpc_message(hello_for(b)) + grpc_message(b"whole")))
+@BOTH
+async def test_hostile_hellos_and_sizes_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    async with open_pair(kind, tmp_path) as (a, b):
+        good, forged = hello(a, b), bytearray(hello(a, b))
+        forged[-1] ^= 1
+        too_long = MAX_MESSAGE_BYTES + 1
+        cases = [
+            ([good, bytes(too_long)], "wrong message size"),
+            ([good], "replayed hello"),
+            ([bytes(forged)], "wrong signature"),
+            ([hello(a, b, to=Identity.generate().peer_id)], "wrong addressee"),
+            ([hello(a, b, digest=b"another")], "other certificate"),
+            ([hello(a, b, late_s=1.1 * HELLO_WINDOW_S)], "stale hello"),
+            ([b"GET / HTTP/1.1"], "unreadable"),
+            ([bytes(2000)], "wrong hello"),
+            ([hello(a, b), b""], "wrong message size") if kind == "grpc" else ([b""], "wrong hello"),
+        ]
+        if kind == "libp2p":  # which proves who dials
+            cases.append(([hello(a, b, signer=Identity.generate())], "wrong hello"))
+        for messages, reason in cases:
+            async with dial(kind, a, b) as dialler:
+                dialler.write(b"".join(map(dialler.framed, messages)))
+                await dialler.hear(reason)
+            assert b.reasons[-1] == reason
+        proved = a.identity.peer_id
+        assert {sender for sender, _ in b.refused} <= ({proved} if kind == "libp2p" else {proved, None})
+        assert not b.received
+        await until(lambda: not b.carrier.admission.links)
+
+
+@BOTH
+async def test_a_peer_that_trickles_is_dropped(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "MESSAGE_TIMEOUT_S", 1.5)
+    async with open_pair(kind, tmp_path) as (a, b), dial(kind, a, b) as dialler:
+        dialler.write(dialler.framed(hello(a, b)) + dialler.framed(b"whole"))
         await until(lambda: len(b.received) == 1)
-        writer.write(http2_frame(DATA, 0, 1, grpc_message(bytes(1000))[:10]))
-        await trickle(writer, b, wrap=True)
-        assert b.reasons == ["too slow"]
-        said = b""
-        while b"too slow" not in said:  # in the trailers, after frames of other kinds
-            more = await reader.read(10_000)
-            assert more, said
-            said += more
+        dialler.write(dialler.framed(bytes(1000))[:10])
+        async with asyncio.timeout(PATIENCE_S):
+            while not b.refused:
+                dialler.write(b"x")
+                await asyncio.sleep(0.02)
+        assert [(sender, error.reason) for sender, error in b.refused] == [(a.identity.peer_id, "too slow")]
+        await dialler.hear("too slow")
         assert [data for _, data in b.received] == [b"whole"]
-
-
-async def test_libp2p_drops_a_peer_that_trickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libp2p_carrier, "MESSAGE_TIMEOUT_S", 1.5)
-    async with open_pair("libp2p", tmp_path) as (a, b):
-        assert isinstance(a.carrier, Libp2pCarrier)
-        assert isinstance(b.carrier, Libp2pCarrier)
-        p2p = a.carrier.p2p
-        hello = Admission(a.identity, RUN, time.time).hello(b.identity.peer_id, b"")
-        await reach(p2p, b.identity.peer_id, b.record.maddrs, PATIENCE_S)
-        writer = (await open_stream(p2p, b.identity.peer_id, PROTOCOL, PATIENCE_S)).writer
-        for message in (hello, b"whole"):
-            writer.write(len(message).to_bytes(HEADER_BYTES) + message)
-        await until(lambda: len(b.received) == 1)
-        writer.write((1000).to_bytes(HEADER_BYTES))
-        await trickle(writer, b, wrap=False)
-        assert b.refused[0][0] == a.identity.peer_id
-        assert b.reasons == ["too slow"]
-        await hang_up(writer)
 
 
 def is_closed(connection: socket.socket) -> bool:

@@ -101,8 +101,8 @@ def test_what_a_round_trip_is_longer_than_the_shortest_waits_before_the_line() -
         ((1, 1448, 0, 600, 90_000, 7000, 40_000), None, 7000),  # it was so
         ((7, 1448, 0, 20, 90_000, 7000, 40_000), None, 7000),  # closed
     ):
-        assert flow.seen_in(info.pack(*values, 5000)) == ((queued_s, there_bytes), 5000)
-    assert flow.seen_in(info.pack(1, 1448, 2, 20, 90_000, 7000, 40_000, 5000)[:120]) == ((None, 0), 0)
+        assert flow.seen_in(info.pack(*values, 5000)) == (flow.Seen(queued_s, there_bytes), 5000)
+    assert flow.seen_in(info.pack(1, 1448, 2, 20, 90_000, 7000, 40_000, 5000)[:120]) == (flow.Seen(), 0)
 
 
 async def buffer_of_link(a: Peer, b: Peer) -> SendBuffer:
@@ -131,7 +131,7 @@ async def test_a_far_link_leaves_little_unsent_in_the_kernel_and_a_near_one_is_l
     async with open_pair("grpc", tmp_path) as (a, b):
         buffer = await buffer_of_link(a, b)
         assert (buffer.is_far, bounded_connections()) == (is_far, is_far)
-        assert (buffer.look().there_bytes > 0) == is_far
+        assert buffer.look().there_bytes > 0
 
 
 async def test_a_fast_connection_may_hold_what_it_carries_in_a_moment(

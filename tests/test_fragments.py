@@ -86,14 +86,6 @@ def test_blocks_are_strided_and_the_rest_has_its_own_fragment() -> None:
     )
 
 
-def test_a_large_embedding_is_split() -> None:
-    plan = plan_fragments(Transformer(width=16, blocks=2, vocabulary=2000), 4)
-    split = [fragment for fragment in plan.fragments if any("embedding" in s.name for s in fragment.slices)]
-    assert len(split) >= 3
-    sizes = [fragment.numel for fragment in plan.fragments]
-    assert max(sizes) <= 1.5 * sum(sizes) / 4
-
-
 def test_a_module_without_blocks_is_cut_in_order() -> None:
     plan = plan_fragments(nn.Linear(3, 3), 4)
     ranges = [[(s.name, s.start, s.stop) for s in fragment.slices] for fragment in plan.fragments]
@@ -212,18 +204,6 @@ def test_a_merge_is_affine_and_touches_one_fragment_only(keep: float) -> None:
         at = stop
     for index in (0, 2):
         assert torch.equal(live.snapshot(index), before[index])
-
-
-def test_a_merge_leaves_the_inner_optimizer_working() -> None:
-    module = nn.Linear(4, 4)
-    live = LiveParameters(module, plan_fragments(module, 2))
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    for _ in range(2):
-        module(torch.ones(4)).sum().backward()
-        optimizer.step()
-        live.merge_(0, Merge(0.5, torch.ones(10)))
-        optimizer.zero_grad()
-    assert len(optimizer.state) == 2
 
 
 # ---- faults

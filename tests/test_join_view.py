@@ -65,7 +65,8 @@ def test_a_volunteer_sees_the_own_row_an_answer_to_ctrl_c_and_how_to_come_back(t
         variables = {"P2P_CO2_TICKET": swarm.ticket, "P2P_CO2_THREADS": "1", "P2P_CO2_TOKEN": "of a board"}
         peer = InTerminal(console("join", *options), **variables)
         try:
-            peer.wait_for(r"faults   round \d+\.\d of 500   \d+:\d\d left")
+            peer.wait_for(r"faults  this machine's peer  connected")
+            peer.wait_for(r"round \d+\.\d of 500 \(\d+:\d\d left\)")
             peer.wait_for(r"ada \(you\)\s+training\s+\d+\.\d %[^\n]*\n[^\n]*reached")
             _status_is_told(swarm, Path(folder))
             assert "leaving" not in peer.text
@@ -98,13 +99,13 @@ def _status_is_told(swarm: Campaign, folder: Path) -> None:
     while not re.search(r"training +\d", shown := _said("status", swarm.ticket)):
         assert time.monotonic() < deadline_at, shown
     assert re.search(r"^faults: (Healthy|Degraded): ", shown)
-    assert re.search(r"^round \d+\.\d of 500, \d+:\d\d left; 2 of 2 peers online; loss ", shown, re.MULTILINE)
+    assert re.search(r"2 of 2 peers   round \d+\.\d of 500 \(\d+:\d\d left\)", shown)
     for name in ("ada", "other"):
-        assert re.search(rf"^  {name} +training +\d+\.\d %", shown, re.MULTILINE)
+        assert re.search(rf"^{name} +training +\d+\.\d %", shown, re.MULTILINE)
     facts = json.loads(_said("status", "--json", str(swarm.folder / "seed")))
     assert {peer["name"] for peer in facts["peers"]} == {"ada", "other"}
     assert facts["rounds_total"] == 500
-    assert re.search(r"^  ada +training ", _said("status", str(folder)), re.MULTILINE)
+    assert re.search(r"^ada \(you\) +training ", _said("status", str(folder)), re.MULTILINE)
 
 
 def _said(*arguments: str) -> str:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,14 +20,12 @@ import pytest
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, PeerLost, TransportError
-from p2p_co2.net.transport.admission import Admission
 from p2p_co2.net.transport.base import Link
 from p2p_co2.net.transport.libp2p import carrier as carrier_room
 from p2p_co2.net.transport.libp2p import daemon as daemon_room
 from p2p_co2.net.transport.libp2p import relay as relay_room
 from p2p_co2.net.transport.libp2p.carrier import (
     LOOKS_BEFORE,
-    PROTOCOL,
     Libp2pCarrier,
     Libp2pLink,
     LinkUpgrades,
@@ -43,44 +40,12 @@ from p2p_co2.net.transport.libp2p.control import (
 from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P, P2PDaemonError
 from p2p_co2.net.transport.libp2p.relay import Places, ask_for_place, start_relay
-from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, framed
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.wire.messages_pb2 import CircuitHop, CircuitLimit, PeerRecord
 from peers.daemon import what_is_opened
-from tests.transport_peers import PATIENCE_S, RUN, Peer, free_port, open_daemon, open_pair, until
+from tests.transport_peers import PATIENCE_S, Peer, free_port, open_daemon, open_pair, until
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-async def test_libp2p_refuses_hostile_frames(tmp_path: Path) -> None:
-    async with open_pair("libp2p", tmp_path) as (a, b):
-        assert isinstance(a.carrier, Libp2pCarrier)
-        assert isinstance(b.carrier, Libp2pCarrier)
-        p2p = a.carrier.p2p
-        admission = Admission(a.identity, RUN, time.time)
-        hello = admission.hello(b.identity.peer_id, b"")
-        somebody = Admission(Identity.generate(), RUN, time.time).hello(b.identity.peer_id, b"")
-        too_long = (MAX_MESSAGE_BYTES + 1).to_bytes(HEADER_BYTES)
-        await reach(p2p, b.identity.peer_id, b.record.maddrs, PATIENCE_S)
-        for raw, reason in (
-            (framed(hello) + too_long, "wrong message size"),
-            (framed(hello), "replayed hello"),
-            (framed(somebody), "wrong hello"),
-            (b"\xff\xff\xff\xff", "wrong hello"),
-            (b"GET / HTTP/1.1", "wrong hello"),
-        ):
-            reader, writer, _ = await open_stream(p2p, b.identity.peer_id, PROTOCOL, PATIENCE_S)
-            writer.write(raw)
-            answers = b""
-            while reason.encode() not in answers:
-                answers += await reader.read(1000)
-            await hang_up(writer)
-            assert b.reasons[-1] == reason
-        assert not b.received
-        assert {sender for sender, _ in b.refused} == {a.identity.peer_id}
-        inbound = b.carrier.inbound
-        await until(lambda: not len(inbound))
 
 
 async def test_libp2p_notices_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,13 +238,11 @@ async def test_what_a_peer_says_it_has_is_what_was_sent() -> None:
         said.hear(str(len(b"hello") + LEAST_BYTES).encode(), time.monotonic())
         await turns()
         assert (len(libp2p.sent), links.traffic[B].bulk_bytes) == (4, LEAST_BYTES)
-        assert heard.uplink.meter.busy
         libp2p.acknowledges = False
         libp2p.links[0].closed.set_result("the peer is gone")  # with the rest under way
         await turns()
         assert heard.lost == [(B, "libp2p", "the peer is gone")]
         assert libp2p.sent[4:] == [bytes([2]) * LEAST_BYTES, bytes([3]) * LEAST_BYTES]  # over the next link
-        assert not heard.uplink.meter.busy
 
 
 async def test_bulk_over_far_ways_takes_turns_on_a_line_that_is_known(
@@ -254,7 +252,7 @@ async def test_bulk_over_far_ways_takes_turns_on_a_line_that_is_known(
     grpc = FakeCarrier("grpc")
     async with links_over(grpc, known=(B, C)) as (links, heard):
         grpc.is_far = True
-        heard.uplink.meter.bytes_per_s = 1e5
+        heard.uplink.rate.bytes_per_s = 1e5
         for peer in (B, C):
             for _ in range(4):
                 links.post(peer, bytes(10_000), bulk=True)
@@ -274,7 +272,7 @@ async def test_a_line_is_eased_while_our_queue_stands_before_it_and_never_for_go
     link = await grpc.connect(PeerRecord(peer=B))
     lane.link = link  # type: ignore[assignment]
     uplink.lanes.append(lane)
-    uplink.meter.bytes_per_s = 1e6
+    uplink.rate.bytes_per_s = 1e6
     lane.put(Bulk(bytes(size_bytes), None))  # type: ignore[arg-type]
     queues_s, sent_s = [0.0] * 20, 0.0
     for tick in range(1600):
@@ -294,7 +292,7 @@ async def test_near_ways_and_lines_that_are_fast_or_not_known_need_no_turns(
     grpc = FakeCarrier("grpc")
     async with links_over(grpc, known=(B, C)) as (links, heard):
         grpc.is_far = is_far
-        heard.uplink.meter.bytes_per_s = line
+        heard.uplink.rate.bytes_per_s = line
         for peer in (B, B, C, C):
             links.post(peer, b"bulk", bulk=True)
         await turns(100)
@@ -309,7 +307,7 @@ async def test_a_lane_with_less_left_leaves_turns_to_one_that_waits(
     grpc = FakeCarrier("grpc")
     async with links_over(grpc, known=(B, C)) as (links, heard):
         grpc.is_far = True
-        heard.uplink.meter.bytes_per_s = 1e5
+        heard.uplink.rate.bytes_per_s = 1e5
         for peer, count in ((B, 12), (C, 5)):
             for _ in range(count):
                 links.post(peer, peer.encode() * 12_000, bulk=True)
@@ -473,7 +471,7 @@ async def test_microbatches_go_before_a_round_which_keeps_one_turn_in_eight() ->
     link = await FakeCarrier("grpc").connect(PeerRecord(peer=B))
     link.is_far = True
     uplink, sent = Uplink(), {True: 0, False: 0}
-    uplink.meter.bytes_per_s = 1e6
+    uplink.rate.bytes_per_s = 1e6
     lanes = [Lane(is_urgent=urgent, link=link) for urgent in (True, False)]  # type: ignore[arg-type]
     uplink.lanes.extend(lanes)
     for lane in lanes:

@@ -25,7 +25,7 @@ class Trainer:
 
     def __init__(self, me: str, others: list[str], cost_s: float = 0.0) -> None:
         self.peer_id, self.position, self.cost_s = me, 0.0, cost_s
-        self._thread = SimpleNamespace(view=SimpleNamespace(live_trainers=lambda: others))
+        self._part = SimpleNamespace(view=SimpleNamespace(live_trainers=lambda: others))
         self.measured: list[float] = []
 
     def has_turn(self, number: int, is_ready: bool) -> bool:

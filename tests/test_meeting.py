@@ -15,7 +15,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
-from p2p_co2.config import PeerConfig
+from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.probe import ProbeServer
 from p2p_co2.node.network import Network, leads_as_far, leads_elsewhere, require_others_can_dial
@@ -313,10 +313,11 @@ def test_who_connects_with_a_clock_in_doubt_hears_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doubt: str
 ) -> None:
     class Opened:
-        """A network thread that is in at once."""
+        """A session that is open at once."""
 
         def __init__(self, ticket: Ticket, config: PeerConfig, on_event: Callable[[ev.Event], None]) -> None:
-            self.on_event, self.network = on_event, SimpleNamespace(clock_doubt=doubt)
+            self.on_event = on_event
+            self.network = SimpleNamespace(clock_doubt=doubt, run=RunConfig())
 
         def open(self) -> None:
             return
@@ -324,7 +325,7 @@ def test_who_connects_with_a_clock_in_doubt_hears_it(
         def warn(self, text: str) -> None:
             self.on_event(ev.Warned(at=0.0, peer="me", text=text))
 
-    monkeypatch.setattr("p2p_co2.trainer.connection.NetworkThread", Opened)
+    monkeypatch.setattr("p2p_co2.trainer.connection.Session", Opened)
     told = list[ev.Event]()
     connect(str(Ticket(RUN, A, (HERE,))), PeerConfig(folder=tmp_path), told.append)
     assert [event.text for event in told if isinstance(event, ev.Warned)] == [doubt] * bool(doubt)

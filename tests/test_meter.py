@@ -1,93 +1,121 @@
-"""How fast a line is found to be, and what a pace admits: bursts, buffers, queues and liars by hand."""
+"""How fast a line is found to be, and what a pace admits: stretches, pauses, buffers and liars by hand."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Mapping
 
 import pytest
 
+from p2p_co2.net.transport.flow import Seen
 from p2p_co2.node.meter import (
-    DRAINED_BYTES,
     FAST_BYTES_PER_S,
-    LONGEST_BURST_S,
     MEASURABLE_BYTES,
+    MOMENT_S,
     LinePace,
+    LineRate,
     Pace,
-    UploadMeter,
 )
 
-
-def burst(meter: UploadMeter, size_bytes: int, started_at: float, duration_s: float) -> None:
-    """Of eight messages, one after the other at an even rate."""
-    for number in range(8):
-        meter.started(started_at + number * duration_s / 8)
-        meter.finished("b", size_bytes // 8, started_at + (number + 1) * duration_s / 8)
+TICK_S = 0.01
 
 
-def test_the_rate_is_that_of_the_second_best_burst_of_late() -> None:
-    meter = UploadMeter()
-    at = 0.0
-    for wanted, size_bytes, duration_s in (
-        (4, 4, 1.0),
-        (4, 1, 5.0),  # the machine was busy
-        (4, 40, 1.0),  # a queue on the way has filled meanwhile
-        (40, 40, 1.0),  # the line is faster now
-        (40, 1, 1.0),
-        (40, 1, 1.0),
-        (40, 1, 1.0),
-        (1, 1, 1.0),  # only one of the last five was fast
-    ):
-        at += 100.0
-        burst(meter, MEASURABLE_BYTES * size_bytes, at, duration_s)
-        burst(meter, 8, at + 50.0, 0.001)  # too small to tell; it ends the one before
-        assert meter.bytes_per_s == pytest.approx(MEASURABLE_BYTES * wanted)
+class Exchanges:
+    """Bulk to a few receivers, as a pool tells of it. ``words``: those that alone say what they have."""
+
+    def __init__(self, receivers: str = "bcd", words: str = "") -> None:
+        self.there = dict.fromkeys(receivers, 0.0)
+        self.rate = LineRate(self._look)
+        self._words = words
+        self.now = 1000.0
+
+    def _look(self) -> Mapping[str, Seen]:
+        return {to: Seen(there_bytes=int(size), is_word=to in self._words) for to, size in self.there.items()}
+
+    def send(
+        self, seconds: float, rates: Mapping[str, float], trip_s: float = 0.0, is_full: bool = True
+    ) -> float:
+        """So many bytes a second come to each, the first after ``trip_s``; then a rest. What is shown."""
+        for tick in range(round(seconds / TICK_S)):
+            self.rate.watch(True, is_full, self.now)
+            self.now += TICK_S
+            for to, rate in rates.items():
+                self.there[to] += rate * TICK_S * (tick * TICK_S >= trip_s)
+        self.rate.watch(False, False, self.now)
+        self.now += 5.0
+        self.rate.watch(False, False, self.now)
+        return self.rate.bytes_per_s
 
 
-def test_what_buffers_swallow_is_no_rate() -> None:
-    meter = UploadMeter()
-    burst(meter, DRAINED_BYTES, 1.0, 0.002)  # all of it into buffers
-    burst(meter, 8, 10.0, 0.001)
-    assert meter.bytes_per_s == 0.0
-    for number in range(8):  # the first half into buffers, the rest at the speed of the link
-        meter.started(20.0 + 0.1 * max(0, number - 3))
-        meter.finished("b", 100_000, 20.0 + 0.1 * max(0, number - 3) + 0.001)
-    burst(meter, 8, 30.0, 0.001)
-    assert meter.bytes_per_s == pytest.approx(1e6)
-    burst(meter, 4 * DRAINED_BYTES, 40.0, 0.02)  # no buffer holds so much
-    burst(meter, 8, 50.0, 0.001)
-    assert meter.bytes_per_s == pytest.approx(200 * DRAINED_BYTES)
+def evenly(rate: float, receivers: str = "bcd") -> dict[str, float]:
+    return {to: rate / len(receivers) for to in receivers}
 
 
-def exchange(meter: UploadMeter, began_at: float, ends_s: dict[str, float], size_bytes: int) -> None:
-    """``size_bytes`` to each receiver, who says evenly until its time that they come; then a rest."""
-    words = [
-        (began_at + end_s * (number + 1) / 20, to) for to, end_s in ends_s.items() for number in range(20)
-    ]
-    for _ in words:
-        meter.started(began_at)
-    for at, to in sorted(words):
-        meter.finished(to, size_bytes // 20, at)
-    meter.started(began_at + 100.0)
-    meter.finished("b", 0, began_at + 100.0)
+@pytest.mark.parametrize("line", [50e3, 2e6, 12e6])
+@pytest.mark.parametrize("trip_s", [0.0, 0.3])
+def test_a_full_line_is_known_after_an_exchange(line: float, trip_s: float) -> None:
+    seconds = max(4.0, 3 * MEASURABLE_BYTES / line)
+    assert Exchanges().send(seconds, evenly(line), trip_s) == pytest.approx(line, rel=0.1)
 
 
-def test_one_receiver_of_three_makes_a_line_neither_slower_nor_faster() -> None:
-    honest_s = 3.0  # 3 MB to three receivers over a line of 1 MB/s
-    for lie_s in (honest_s, 90.0, 0.001):
-        meter = UploadMeter()
-        for number in range(5):
-            exchange(meter, 200.0 * number, {"b": honest_s, "c": honest_s, "d": lie_s}, 1_000_000)
-        # what the liar claims early has not gone in the stretch that is measured, what it claims late has not
-        share = 1.0 if lie_s == honest_s else 2 / 3
-        assert meter.bytes_per_s == pytest.approx(share * 1e6, rel=0.1)
+def test_what_is_too_little_is_no_rate() -> None:
+    made = Exchanges()
+    assert made.send(0.1, evenly(0.9 * MEASURABLE_BYTES / 0.1)) == 0.0
+    assert made.send(2 * MOMENT_S, evenly(20 * MEASURABLE_BYTES)) == pytest.approx(
+        20 * MEASURABLE_BYTES, rel=0.3
+    )
 
 
-def test_a_burst_without_end_is_measured_all_the_same() -> None:
-    meter = UploadMeter()
-    for number in range(int(20 * LONGEST_BURST_S)):
-        meter.started(number * 0.1)
-        meter.finished("b", 50_000, number * 0.1 + 0.09)
-    assert meter.bytes_per_s == pytest.approx(5e5, rel=0.05)
+def test_a_short_pause_joins_what_is_sent_and_a_long_one_does_not_count() -> None:
+    made = Exchanges()
+    made.send(4.0, evenly(1e6))
+    for pause_s in (0.5 * MOMENT_S, 20 * MOMENT_S):
+        for _ in range(40):
+            made.send(0.05, evenly(1e6))
+            made.now += pause_s - 5.0
+        assert made.rate.bytes_per_s == pytest.approx(1e6, rel=0.1)
+
+
+def test_a_line_that_has_become_faster_or_slower_is_found_out() -> None:
+    made = Exchanges()
+    made.send(4.0, evenly(2e6))
+    assert made.send(2.0, evenly(8e6)) == pytest.approx(8e6, rel=0.05)
+    assert made.send(0.7, evenly(4e6)) > 6e6  # once may be a busy machine
+    assert made.send(8.0, evenly(4e6)) == pytest.approx(4e6, rel=0.1)
+    for _ in range(20):  # of exchanges that are too short to say more
+        made.send(0.3, evenly(8e6))
+    assert made.rate.bytes_per_s == pytest.approx(8e6, rel=0.05)
+
+
+def test_what_buffers_on_the_way_take_at_once_is_believed_by_and_by() -> None:
+    made = Exchanges()
+    made.send(4.0, evenly(2e6))
+    assert made.send(0.2, evenly(50e6)) <= 1.2 * 2.1e6
+
+
+@pytest.mark.parametrize("seconds", [1.2, 3.0])
+def test_a_long_way_does_not_make_the_line_seem_slower_from_exchange_to_exchange(seconds: float) -> None:
+    made, line = Exchanges(), 4e6
+    shown = made.send(4.0, evenly(1e6))
+    for _ in range(30):
+        shown = made.send(seconds, evenly(min(line, 1.2 * shown)), trip_s=0.3)
+    assert shown == pytest.approx(line, rel=0.1)
+
+
+def test_a_receiver_that_reads_slowly_does_not_make_the_line_seem_slower() -> None:
+    made = Exchanges()
+    made.send(4.0, evenly(3e6))
+    for _ in range(20):
+        made.send(100.0, {"d": 20_000}, is_full=False)  # its own queue alone waits
+    assert made.rate.bytes_per_s == pytest.approx(3e6, rel=0.05)
+
+
+@pytest.mark.parametrize("words", ["d", "bcd"])
+def test_one_that_says_it_has_all_at_once_makes_the_line_seem_little_faster(words: str) -> None:
+    made = Exchanges(words=words)
+    for _ in range(5):
+        shown = made.send(3.0, {"b": 1e6, "c": 1e6, "d": 1e9})
+    assert shown == pytest.approx(3e6, rel=0.05)
+    assert Exchanges().send(3.0, {"b": 5e6}) == pytest.approx(5e6, rel=0.05)  # kernels count by themselves
 
 
 def test_turns_come_in_the_order_of_asking_and_keep_the_rate() -> None:
@@ -105,124 +133,10 @@ def test_who_asks_late_loses_nothing_up_to_a_bound() -> None:
     assert [pace.admit_at(100, 99.0) for _ in range(4)] == pytest.approx([99.0, 99.0, 99.0, 99.1])
 
 
-def test_a_line_that_was_measured_low_is_found_out_in_a_few_bursts() -> None:
-    pace, line, shown, bursts = LinePace(), 2e6, 1e6, 0
-    while shown < 0.99 * line:
-        pace.follow(shown)
-        shown, bursts = min(line, pace.bytes_per_s), bursts + 1
-    assert bursts <= 4
-    pace.follow(shown * 0.99)
-    assert pace.bytes_per_s == pytest.approx(1.2 * 0.99 * line)  # full: turns bind again
-    pace.follow(0.0)
-    assert not pace.bytes_per_s
-    pace.follow(FAST_BYTES_PER_S)
-    assert not pace.bytes_per_s
-
-
-def test_a_line_is_what_receivers_acknowledge_while_it_is_full_not_what_buffers_take() -> None:
-    meter = UploadMeter()
-    for number, full_s in enumerate((0.0, 0.0, 1.0, 1.0, 1.0)):
-        now = 1000.0 + 10 * number
-        for part in range(40):
-            meter.started(now)
-            is_full = part * 0.05 >= 2.0 - full_s
-            meter.came(50_000 if is_full else 40_000, 0.05, is_full, now + 0.05)
-            now += 0.05
-            meter.finished("b", 250_000 if part > 35 else 20_000, now)  # buffers take it all at the end
-        assert meter.rest(now + 1)
-        assert meter.bytes_per_s == pytest.approx(
-            1e6 if number > 2 else 0.8e6, rel=0.3 if number == 2 else 0.01
-        )
-
-
-@pytest.mark.parametrize("has_queue", [False, True])
-def test_a_receiver_that_reads_slowly_does_not_make_the_line_seem_slower(has_queue: bool) -> None:
-    meter, message_bytes = UploadMeter(), 16_384
-    for number in range(6):
-        now = 1000.0 + 100 * number
-        for step in range(100):  # "d" goes on alone, behind a queue of its own
-            sent = "bbbcccd" if step < 25 else "d"
-            for to in sent:
-                meter.started(now)
-                meter.finished(to, message_bytes, now + 0.05)
-            now += 0.05
-            meter.came(len(sent) * message_bytes, 0.05, has_queue and step >= 25, now)
-        assert meter.rest(now + 1)
-        assert meter.bytes_per_s == pytest.approx(7 * message_bytes / 0.05, rel=0.1)
-
-
-def test_a_long_way_does_not_make_the_line_seem_slower_from_burst_to_burst() -> None:
-    meter, trip_s = UploadMeter(), 0.3
-    burst(meter, 1_000_000, 1000.0, 1.0)
-    for number in range(30):
-        now = 2000.0 + 10 * number
-        meter.rest(now)
-        pace, looked_at, sent, seen = 1.2 * meter.bytes_per_s, now, deque[float](), 0
-        for _ in range(92):  # 1.5 MB over a line that has room for more
-            meter.started(now)
-            now += 16_384 / pace
-            sent.append(now)
-            meter.finished("b", 16_384, now)
-            if now - looked_at >= 0.04:
-                there = sum(at + trip_s <= now for at in sent)
-                meter.came(16_384 * (there - seen), now - looked_at, False, now)
-                looked_at, seen = now, there
-        assert meter.rest(now + 1)
-        if meter.bytes_per_s > 2e6:
-            return
-    pytest.fail(f"{meter.bytes_per_s:.0f} after 30 bursts at 1.2 of what was shown")
-
-
-def test_a_short_burst_that_buffers_took_says_nothing_of_a_line_that_was_seen() -> None:
-    meter, line, now = UploadMeter(), 12e6, 1000.0
-
-    def exchange(megabytes: int, handed_bytes_per_s: float) -> None:
-        nonlocal now
-        for number in range(2 * megabytes):
-            meter.started(now)
-            took_s = 0.5e6 / handed_bytes_per_s
-            now += took_s
-            meter.came(int(min(line, handed_bytes_per_s) * took_s), took_s, True, now)
-            meter.finished("bcd"[number % 3], 500_000, now)
-        now += 5.0
-        assert meter.rest(now)
-
-    for rate in (40e6, 30e6):
-        exchange(4, rate)
-        assert meter.bytes_per_s == pytest.approx(40e6, rel=0.1)  # nothing better is known
-    exchange(24, line)
-    assert meter.bytes_per_s == pytest.approx(line, rel=0.01)
-    for _ in range(6):
-        exchange(4, 40e6)
-    assert meter.bytes_per_s == pytest.approx(line, rel=0.01)
-    exchange(24, 6e6)
-    line = 9e6
-    for _ in range(5):
-        exchange(24, line)
-    assert meter.bytes_per_s == pytest.approx(9e6, rel=0.01)
-
-
-@pytest.mark.parametrize("is_far", [True, False])
-def test_a_low_rate_of_busy_first_seconds_does_not_stay_for_good(is_far: bool) -> None:
-    meter, now, known_again = UploadMeter(), 1000.0, 120e6
-
-    def exchange(megabytes: int, rate: float, looks: bool) -> None:
-        nonlocal now
-        for number in range(2 * megabytes):
-            meter.started(now)
-            now += 0.5e6 / rate
-            if looks:
-                meter.came(int(0.5e6), 0.5e6 / rate, True, now)
-            meter.finished("bcd"[number % 3], 500_000, now)
-        if is_far and not looks:
-            meter.came(0, 0.0, False, now)  # it was looked at, but too shortly
-        now += 1.0
-        assert meter.rest(now)
-
-    exchange(6, 5e6, looks=is_far)
-    assert meter.bytes_per_s == pytest.approx(5e6, rel=0.1)
-    exchange(6, known_again, looks=False)
-    assert (meter.bytes_per_s == pytest.approx(5e6, rel=0.1)) == is_far  # once may be a buffer
-    for _ in range(10):
-        exchange(6, known_again, looks=False)
-    assert meter.bytes_per_s == pytest.approx(known_again, rel=0.1)
+def test_bulk_leaves_at_a_little_more_than_the_line_has_shown() -> None:
+    pace = LinePace()
+    pace.follow(2e6)
+    assert pace.bytes_per_s == pytest.approx(1.2 * 2e6)
+    for unlimited in (0.0, FAST_BYTES_PER_S):
+        pace.follow(unlimited)
+        assert not pace.bytes_per_s

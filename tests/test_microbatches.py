@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from p2p_co2.planning.exchange import link_of
-from p2p_co2.planning.pipeline import StagedSetting, StageLoad, StageMember, forecast_stages
+from p2p_co2.planning.pipeline import StageLoad
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.pipeline import Key, Pipeline, machine
 from p2p_co2.simnet import microbatches
@@ -381,35 +380,3 @@ def test_lost_messages_cost_microbatches_and_wedge_nothing() -> None:
 
 
 # ---- what is foretold
-
-
-@pytest.mark.parametrize(
-    ("counts", "microbatches", "line", "size"),
-    [
-        ([1, 1], 16, LINE, 40_000),
-        ([1, 1, 1, 1], 32, LINE, 40_000),
-        ([2, 2, 2], 16, LINE, 40_000),
-        ([3, 3, 3, 3], 64, LINE, 40_000),
-        ([3, 1, 2], 32, LINE, 40_000),
-        ([2, 2], 32, replace(LINE, latency_ms=75.0), 40_000),
-        ([2, 2, 2], 32, replace(LINE, up_bits_per_s=40_000_000), 1_000_000),
-        ([1, 1], 32, replace(LINE, up_bits_per_s=20_000_000, latency_ms=40.0), 327_680),
-        ([1, 1], 32, replace(LINE, up_bits_per_s=20_000_000, latency_ms=40.0, loss=0.002), 84_480),
-    ],
-)
-def test_the_plan_is_within_15_percent_of_virtual_stages(
-    counts: list[int], microbatches: int, line: LinkProfile, size: int
-) -> None:
-    stages = loads(*[0.05] * len(counts), size=size)
-    members = tuple(tuple([StageMember(link_of(line))] * count) for count in counts)
-    setting = StagedSetting(loads=stages, peers=members, microbatches=microbatches, tokens=100)
-    shown = forecast_stages(setting)
-    peers = [[StagePeer(line)] * count for count in counts]
-    world = VirtualStages(Layout(stages=stages, microbatches=microbatches), peers)
-    world.run(3 * shown.step_s)
-    before = len(world.books.counted[0])
-    began_at = world.now
-    world.run(15 * shown.step_s)
-    played = (len(world.books.counted[0]) - before) / (world.now - began_at)
-    assert shown.microbatches_per_s == pytest.approx(played, rel=0.15)
-    finish(world)

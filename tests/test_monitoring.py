@@ -6,22 +6,22 @@ from __future__ import annotations
 import io
 import json
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from monitoring.facts import Known
-from monitoring.lines import ExchangeLog, SteadyState, exchange_figures
+from monitoring.known import Known
+from monitoring.lines import SteadyState, exchange_figures
 from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import LiveTerminal
 from monitoring.words import ago, clock, figure, news, percent, plain, size
 from p2p_co2.config import RunConfig
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.telemetry import events as ev
-from tests.event_samples import committed, fold, progress
+from p2p_co2.telemetry.view import SwarmView
+from tests.event_samples import fold, sample
 from tests.told_run import FACTS, IDS, frame, hostile_view, printed, story, swarm
 
 # ---- summary, by hand
@@ -29,33 +29,28 @@ from tests.told_run import FACTS, IDS, frame, hostile_view, printed, story, swar
 
 def test_the_figures_of_a_run_of_two() -> None:
     summary = summarise(swarm(), FACTS)
-    assert summary["peers"] == 2
-    assert summary["processes"] == {"ada": 11, "bob": 12}
-    assert (summary["parameters"], summary["tokens"], summary["wall_s"]) == (1000, 12_000, 22.0)
-    assert summary["loss"] == {"start": 5.5, "end": 2.25, "whole": 2.5, "unit": "nats per token"}
-    assert (summary["rounds"]["committed"], summary["rounds"]["aborted"]) == (6, 1)
-    assert summary["rounds"]["abort_reasons"] == {"the owner of part 1 was lost": 1}
-    assert summary["rounds"]["duration_s"] == {"mean": 0.5, "max": 0.5}
-    assert summary["staleness"] == {"mean": 0.3333, "max": 1, "histogram": {"0": 8, "1": 4}}
-    assert summary["sync_delay_steps"] == {"mean": 4.0, "max": 6, "histogram": {"2": 4, "4": 4, "6": 4}}
-    assert summary["utilisation"] == {"mean": 0.95, "per_peer": {"ada": 0.95, "bob": 0.95}}
-    assert summary["exposed_s"] == {"max": 0.2, "per_peer": {"ada": 0.2, "bob": 0.0}}
-    assert (summary["digests_equal"], summary["carriers"]) == (True, {"grpc": 2})
-    assert (summary["codec"], summary["apply_rule"], summary["versions"]) == ("int4", "keep", {"torch": "2"})
-    assert summary["outer_versions"] == [3, 3]
-
-
-def test_bytes_against_data_parallel() -> None:
-    counted = summarise(swarm(), FACTS)["bytes"]
-    assert counted["up_per_peer"] == {"ada": 3000, "bob": 3000}
-    assert counted["down_per_peer"] == {"ada": 2800, "bob": 2800}
-    # 6 committed rounds of 2 fragments are 3 sweeps: 3000 bytes / 1000 parameters / 3 sweeps.
-    assert counted["per_parameter_per_round"] == 1.0
-    # 4 bytes, twice, half of it to the other; 60 inner steps in 3 sweeps.
-    assert counted["fp32_data_parallel_per_parameter_per_step"] == 4.0
-    assert counted["inner_steps_per_sweep"] == 20.0
-    assert counted["times_less_than_data_parallel"] == 80.0
-    assert counted["encoded_bits_per_parameter"] == 4.256
+    rounds = summary["rounds"]
+    expected = {
+        "peers": 2, "processes": {"ada": 11, "bob": 12}, "parameters": 1000, "tokens": 12_000, "wall_s": 22.0,
+        "loss": {"start": 5.5, "end": 2.25, "whole": 2.5, "unit": "nats per token"},
+        "staleness": {"mean": 0.3333, "max": 1, "histogram": {"0": 8, "1": 4}},
+        "sync_delay_steps": {"mean": 4.0, "max": 6, "histogram": {"2": 4, "4": 4, "6": 4}},
+        "utilisation": {"mean": 0.95, "per_peer": {"ada": 0.95, "bob": 0.95}},
+        "exposed_s": {"max": 0.2, "per_peer": {"ada": 0.2, "bob": 0.0}},
+        "digests_equal": True, "carriers": {"grpc": 2}, "codec": "int4", "apply_rule": "keep",
+        "versions": {"torch": "2"}, "outer_versions": [3, 3],
+        "bytes": {
+            "up_per_peer": {"ada": 3000, "bob": 3000}, "down_per_peer": {"ada": 2800, "bob": 2800},
+            # 6 committed rounds of 2 fragments are 3 sweeps: 3000 bytes / 1000 parameters / 3 sweeps.
+            "per_parameter_per_round": 1.0,
+            # 4 bytes, twice, half of it to the other; 60 inner steps in 3 sweeps.
+            "fp32_data_parallel_per_parameter_per_step": 4.0, "inner_steps_per_sweep": 20.0,
+            "times_less_than_data_parallel": 80.0, "encoded_bits_per_parameter": 4.256,
+        },
+    }  # fmt: skip
+    assert {name: summary[name] for name in expected} == expected
+    assert (rounds["committed"], rounds["abort_reasons"]) == (6, {"the owner of part 1 was lost": 1})
+    assert rounds["duration_s"] == {"mean": 0.5, "max": 0.5}
 
 
 # ---- verdict, faults
@@ -72,16 +67,6 @@ def test_every_fault_is_a_reason_and_a_good_run_has_none() -> None:
     ]
     nan = RunFacts(config=FACTS.config, loss_start=2.0, loss_end=math.nan)
     assert verdict(summarise(swarm(), nan)) == ["the held-out loss at start and end was not measured"]
-
-
-def test_a_killed_peer_is_named_with_what_others_saw() -> None:
-    view = swarm(finish=False)
-    view.add(ev.PeerLeft(at=119.0, peer=IDS["ada"], other=IDS["bob"], reason="no sign of life for 6 s"))
-    summary = summarise(view, FACTS)
-    assert summary["digests_equal"]
-    assert verdict(summary) == ["peer bob did not finish (last phase training, no sign of life for 6 s)"]
-    assert "bob: no sign of life" in printed(summary)
-    assert "gone" in frame(view, now=130.0)
 
 
 def test_nothing_started() -> None:
@@ -105,17 +90,6 @@ def test_markup_control_characters_and_nan_do_not_break_a_reader() -> None:
     assert "[red]$x_?[31m?" in frame(view)
 
 
-@pytest.mark.parametrize(("rounds", "words"), [(0, ""), (1, "1 exchange"), (3, "3 exchanges")])
-def test_rounds_that_a_peer_gave_up_are_told(rounds: int, words: str) -> None:
-    span = {"fragment": 0, "from_version": 7, "to_version": 4, "bytes": 8, "duration_s": 0.1}
-    event = ev.CaughtUp(
-        at=9.0, peer=IDS["ada"], how="state", donor=IDS["bob"], rounds_given_up=rounds, **span
-    )
-    told = [said for _, said in news(fold([*story("ada", "bob"), event]), 99)]
-    (line,) = (said for said in told if "ada caught up" in said)
-    assert line.endswith(f"; given up: {words} that it made alone" if rounds else "by state from ~BBBBBB")
-
-
 # ---- words and terminal
 
 
@@ -133,7 +107,7 @@ def test_words_for_figures() -> None:
 def test_a_frame_shows_every_peer_and_the_rounds() -> None:
     text = frame(swarm(finish=False))
     row = next(line for line in text.splitlines() if line.startswith("bob"))
-    assert row.split()[:9] == ["bob", "training", "2.055", "300", "2.9", "0.33", "95.0", "%", "0.0"]
+    assert row.split()[:9] == ["bob", "training", "-", "2.055", "300", "2.9", "0.33", "95.0", "%"]
     assert "exchanges 6 committed 1 aborted" in text
     assert "aborted: the owner of part 1 was lost (1)" in text
     assert "exchange 4 of fragment 0 aborted: the owner of part 1 was lost" in text
@@ -220,55 +194,47 @@ LINES = {"ada": PROFILES["dsl"], "bob": PROFILES["dsl"]}
 """20 Mbit/s up."""
 
 
-def told_exchange() -> ExchangeLog:
+def told_exchange(*more: ev.Event) -> SwarmView:
     """One round of two peers: 5 MB encoded, so that each sends 5 MB; 2.5 s until the slower one holds all
     means, 4 s until the last one knows of the commit."""
-    log = ExchangeLog()
-    log.add(ev.FragmentSent(at=9.0, peer="a", fragment=0, round=1, payload_bytes=5_000_000, weight=1.0))
-    log.add(ev.RoundBegan(at=10.0, peer="a", fragment=0, round=1, group=("a", "b")))
-    log.add(replace(committed("a", 1), at=13.0, begun_s=0.0, means_s=2.0))
-    log.add(replace(committed("b", 1), at=14.0, begun_s=1.0, means_s=3.5))
-    return log
+    return fold([
+        sample("fragment_sent", "a", 9.0, payload_bytes=5_000_000),
+        sample("round_began", "a", 10.0),
+        sample("round_committed", "a", 13.0, means_s=2.0),
+        sample("round_committed", "b", 14.0, begun_s=1.0, means_s=3.5),
+        *more,
+    ])  # fmt: skip
 
 
-def test_an_exchange_is_held_against_its_line() -> None:
-    traffic = [(at, {name: (int(1.25e6 * (at - 10)), 0) for name in LINES}) for at in (10.0, 12.0, 14.0)]
-    figures = exchange_figures(told_exchange(), traffic, LINES)
-    assert figures["count"] == 1
-    assert figures["duration_s"]["median"] == 4.0
-    assert figures["line_share"]["median"] == 0.5  # 10 of 20 Mbit/s
-    assert figures["goodput_share"]["median"] == pytest.approx(40 / 4.0 / 20)
-    assert figures["transfer_share"]["median"] == pytest.approx(40 / 2.5 / 20)
-
-
-def test_exchanges_that_overlap_share_the_line() -> None:
-    log = told_exchange()
-    log.add(ev.RoundBegan(at=11.5, peer="b", fragment=0, round=2, group=("a", "b")))
-    log.add(replace(committed("b", 2), at=15.0, begun_s=0.5, means_s=3.5))
-    traffic = [(at, {name: (int(1.25e6 * (at - 10)), 0) for name in LINES}) for at in (10.0, 12.5, 15.0)]
-    figures = exchange_figures(log, traffic, LINES)
-    assert figures["count"] == 2
-    assert figures["line_share"]["lowest"] == figures["line_share"]["highest"] == 0.5
-    assert figures["goodput_share"]["lowest"] == pytest.approx(2 * 40 / 5.0 / 20)  # 10 to 15
-    assert figures["transfer_share"]["lowest"] == pytest.approx(2 * 40 / 4.5 / 20, abs=1e-4)  # 10 to 14.5
-
-
-def trained(at: float, train_s: float, versions: tuple[int, ...]) -> ev.Progress:
-    tokens = int(10 * train_s)
-    return replace(progress("a", at), train_s=train_s, wall_s=at, tokens=tokens, versions=versions)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_exchange_is_held_against_its_line_and_those_that_overlap_share_it(overlap: bool) -> None:
+    more = [
+        sample("round_began", "b", 11.5, round=2),
+        sample("round_committed", "b", 15.0, round=2, begun_s=0.5, means_s=3.5),
+    ]
+    end = 15.0 if overlap else 14.0
+    traffic = [(at, {name: (int(1.25e6 * (at - 10)), 0) for name in LINES}) for at in (10.0, 12.5, end)]
+    figures = exchange_figures(told_exchange(*(more if overlap else ())), traffic, LINES)
+    count = 1 + overlap
+    assert figures["count"] == count
+    assert figures["line_share"]["lowest"] == figures["line_share"]["highest"] == 0.5  # 10 of 20 Mbit/s
+    assert figures["goodput_share"]["median"] == pytest.approx(count * 40 / (end - 10) / 20)
+    moved_s = 4.5 if overlap else 2.5
+    assert figures["transfer_share"]["median"] == pytest.approx(count * 40 / moved_s / 20, abs=1e-4)
+    if not overlap:
+        assert figures["duration_s"]["median"] == 4.0
 
 
 def test_checkpoints_are_told_beside_what_the_network_costs() -> None:
     log = SteadyState(1)
-    saved = [
-        ev.CheckpointSaved(at=at, peer="a", path="", versions=(1,), duration_s=2.0) for at in (9.0, 20.0)
-    ]
-    for event in (trained(5.0, 1.0, (0,)), saved[0], trained(10.0, 2.0, (1,)), saved[1],
-                  trained(30.0, 20.0, (2,))):  # fmt: skip
-        log.add(event)
-    assert log.figures()["utilisation"] == {"a": 0.9}
+    for at, train_s, version in ((5.0, 1.0, 0), (10.0, 2.0, 1), (30.0, 20.0, 2)):
+        told = {"train_s": train_s, "wall_s": at, "tokens": int(10 * train_s), "versions": (version,)}
+        log.add(sample("progress", "a", at, **told))
+    for at in (9.0, 20.0):
+        log.add(sample("checkpoint_saved", "a", at))
     assert log.figures()["measuring_share"] == {"a": 0.0}
-    log.add(ev.AgreedMeasured(at=21.0, peer="a", loss=1.0, position=1.0, tokens=1, duration_s=1.0))
-    assert log.figures()["measuring_share"] == {"a": 0.05}
-    assert log.figures()["saving_share"] == {"a": 0.1}  # not the one before the first rounds
-    assert log.figures()["tokens_per_s"] == 9.0
+    log.add(sample("agreed_measured", "a", 21.0, duration_s=1.0))
+    assert log.figures() == {
+        "utilisation": {"a": 0.9}, "measuring_share": {"a": 0.05}, "tokens_per_s": 9.0,
+        "saving_share": {"a": 0.1},  # not the one before the first rounds
+    }  # fmt: skip

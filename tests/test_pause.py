@@ -9,6 +9,7 @@ from itertools import chain, repeat
 import pytest
 
 from p2p_co2.config import ClockConfig
+from p2p_co2.node.progress import Where
 from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.telemetry.events import (
     Paused,
@@ -97,7 +98,7 @@ def test_many_that_rest_do_not_hold_back_a_newcomer_nor_serve_it() -> None:
         await asyncio.sleep(4)
         newest = min(agreed.version for agreed in first.node.agreed)
         assert newest > max(agreed.version for agreed in resting[0].node.agreed) + AHEAD_AT_MOST
-        assert late.node.progress.conclusions.abreast
+        assert late.node.progress.joining.where is Where.ABREAST
         assert [agreed.version for agreed in late.node.agreed] == [
             agreed.version for agreed in first.node.agreed
         ]
@@ -122,7 +123,7 @@ def test_who_rests_gives_what_nobody_else_has() -> None:
         world.start()
         await asyncio.sleep(4)
         assert min(world.versions()[-1]) > 1
-        assert world.trainers[-1].node.progress.conclusions.abreast
+        assert world.trainers[-1].node.progress.joining.where is Where.ABREAST
         await world.close()
 
     run_virtual(work())

@@ -61,7 +61,8 @@ class World:
             now=lambda: self.now, pump=lambda: None, report=lambda kind, text: self.warned.append(text)
         )
         writer: Any = SimpleNamespace(status=Status, rests=False)
-        self.finder = PeerFinder(cast(Any, self.net), self.membership, writer, effects)
+        self.environment = SimpleNamespace(network=self.net, find_peers=self.net.find_peers, is_first=True)
+        self.finder = PeerFinder(cast(Any, self.environment), self.membership, writer, effects)
         self._monkeypatch = monkeypatch
 
     async def look_once(self) -> bool:

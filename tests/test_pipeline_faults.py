@@ -38,8 +38,8 @@ def run_of(stages: int) -> RunConfig:
 class Stages(Campaign):
     """Peers are called by their stage first: "1b" holds stage 1."""
 
-    def enter(self, name: str) -> Child:
-        return self.join(name, "--stage", name[0], "--checkpoint-every", "1", recipe=RECIPE)
+    def enter(self, name: str, *options: str) -> Child:
+        return self.join(name, "--stage", name[0], "--checkpoint-every", "1", *options, recipe=RECIPE)
 
     def said(self, name: str, since: float = 0.0) -> StageProgress | None:
         """What a peer said last."""
@@ -120,5 +120,10 @@ def test_replicas_and_owners_die_freeze_and_leave_and_the_rest_goes_on(tmp_path:
         swarm.kill(owner)  # the only one
         swarm.waits("1b", "stage 0 has no replica")
         swarm.wait_for("0a", CheckpointSaved)
-        swarm.enter("0a")
+        owner = swarm.enter("0a")
         swarm.goes_on("0a", "1b", "2a")
+
+        swarm.kill(owner)  # and its folder is lost
+        swarm.waits("1b", "stage 0 has no replica")
+        swarm.enter("0b", "--restart-stage")
+        swarm.goes_on("0b", "1b", "2a")

@@ -152,12 +152,12 @@ def test_the_end_waits_for_those_before_as_long_as_something_comes_of_it() -> No
     async def scene(world: StageWorld) -> None:
         first, second = world.volunteers
         second.node.finish(at_once=False)
-        await asyncio.sleep(100.0)
+        await asyncio.sleep(45.0)
         assert not second.node.handed.is_over
         stood = second.counted.total()
-        assert stood > 100
+        assert stood > 45
         first.node.exchange = lambda result: None  # type: ignore[method-assign]
-        await asyncio.sleep(60.0)
+        await asyncio.sleep(42.0)
         assert second.node.handed.is_over
 
     play(scene, 1, 1)

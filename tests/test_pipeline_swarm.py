@@ -30,7 +30,6 @@ STEPS = 20
 def run_of(
     stages: int, round_s: float, rounds: int = 0, codec: str = "fp32", min_replicas: int = 1, tied: str = "no"
 ) -> RunConfig:
-    """``min_replicas``: with 1 nobody guards a stage of one peer."""
     options: dict[str, str | int | float | bool] = {"layers": stages, "width": 32, "heads": 2, "context": 32}
     return RunConfig(
         name="stages",

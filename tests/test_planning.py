@@ -19,7 +19,8 @@ from round_network import Faults, Network
 
 from bootstrap.options import PlanOptions
 from bootstrap.plan.plan import as_table, make_plan, print_plan, read_links, run_plan, verdict
-from bootstrap.plan.stages import COPIES, make_staged_plan, print_staged_plan, run_any_plan
+from bootstrap.plan.stages import COPIES, make_staged_plan, print_staged_plan
+from bootstrap.plan.stages import as_table as staged_table
 from bootstrap.plan.step import quickest
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import ApplyRule, RunConfig
@@ -39,18 +40,13 @@ from p2p_co2.planning.forecast import (
     setting_of,
 )
 from p2p_co2.planning.memory import TRAIN_BYTES, Room, needed_bytes, plan_memory
-from p2p_co2.planning.pipeline import (
-    StageCost,
-    StagedSetting,
-    StageMember,
-    cheapest_change,
-    forecast_stages,
-    loads_of,
-)
-from p2p_co2.planning.profiles import MIX_SHARES, PROFILES, profile_of
+from p2p_co2.planning.pipeline import StageCost, loads_of
+from p2p_co2.planning.profiles import MIX_SHARES, PROFILES, LinkProfile, profile_of
 from p2p_co2.planning.simulator import Job, utilisation
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.recipes import load_recipe
+from p2p_co2.simnet.microbatches import Layout, StagePeer
+from p2p_co2.simnet.stage_forecast import StagedSetting, cheapest_change, forecast_stages
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer.stages.peer import AGREED_COPIES, TRAINED_COPIES
 from p2p_co2.wire.limits import PROTOCOL_VERSION
@@ -619,13 +615,13 @@ def test_impossible_options_are_refused_by_name(
 # ---- stages
 
 
-def staged(counts: tuple[int, ...] = (1, 1), microbatches: int = 32, **link: float) -> StagedSetting:
-    member = StageMember(Link(up_bytes_per_s=1e12, down_bytes_per_s=1e12, **link))
-    costs = stage_costs(len(counts))
-    return StagedSetting(
-        loads=loads_of(costs, "int8", "int8"), peers=tuple((member,) * count for count in counts),
-        microbatches=microbatches, tokens=64,
-    )  # fmt: skip
+def staged(
+    counts: tuple[int, ...] = (1, 1), microbatches: int = 32, up_bits_per_s: int = 8 * 10**12
+) -> StagedSetting:
+    line = LinkProfile("line", up_bits_per_s, 8 * 10**12, 0.0, 0.0, 0.0, "open")
+    loads = loads_of(stage_costs(len(counts)), "int8", "int8")
+    peers = tuple((StagePeer(line),) * count for count in counts)
+    return StagedSetting(Layout(stages=loads, microbatches=microbatches, tokens=64), peers)
 
 
 def stage_costs(stages: int) -> list[StageCost]:
@@ -638,7 +634,7 @@ def stage_costs(stages: int) -> list[StageCost]:
 def test_a_chain_takes_the_time_of_a_flow_shop() -> None:
     """By hand: 31 times 0.03 s, and once through both stages: 0.06."""
     shown = forecast_stages(staged())
-    assert shown.step_s == pytest.approx(31 * 0.03 + 0.06, rel=1e-3)
+    assert shown.step_s == pytest.approx(31 * 0.03 + 0.06, rel=0.05)
     assert shown.tokens_per_s == pytest.approx(32 * 64 / shown.step_s)
     assert shown.binding == "computing"
 
@@ -651,13 +647,11 @@ def test_bytes_of_a_hop_are_those_of_its_codecs() -> None:
 
 
 def test_a_middle_stage_sends_both_ways_on_one_uplink() -> None:
-    member = StageMember(Link(up_bytes_per_s=1e6, down_bytes_per_s=1e9))
-    setting = replace(staged((1, 1, 1)), peers=((member,),) * 3)
-    shown = forecast_stages(setting)
+    shown = forecast_stages(staged((1, 1, 1), up_bits_per_s=8_000_000))
     assert shown.binding == "uplink"
     assert shown.bottleneck == 1
     assert shown.stages[1].uplink_s == pytest.approx(traffic.LINK_OVERHEAD * 2 * 132_000 / 1e6)
-    assert shown.microbatches_per_s <= 1 / shown.stages[1].uplink_s
+    assert shown.microbatches_per_s == pytest.approx(1 / shown.stages[1].uplink_s, rel=0.1)
 
 
 def test_more_microbatches_drain_less_and_the_advice_says_so() -> None:
@@ -669,15 +663,21 @@ def test_more_microbatches_drain_less_and_the_advice_says_so() -> None:
     assert change.forecast.tokens_per_s > 1.1 * forecast_stages(short).tokens_per_s
 
 
+def test_a_long_way_is_named_where_the_window_is_full() -> None:
+    line = LinkProfile("line", 8 * 10**12, 8 * 10**12, 400.0, 0.0, 0.0, "open")
+    setting = staged(microbatches=64)._replace(peers=((StagePeer(line),),) * 2)
+    assert forecast_stages(setting).binding == "latency"
+
+
 def test_fewer_bits_are_advised_where_the_uplink_binds() -> None:
-    member = StageMember(Link(up_bytes_per_s=1e6, down_bytes_per_s=1e9))
-    costs = stage_costs(2)
-    setting = replace(staged(), peers=((member,),) * 2, loads=loads_of(costs, "bf16", "bf16"))
-    change = cheapest_change(costs, setting, "bf16", "bf16")
+    setting = staged(up_bits_per_s=8_000_000)
+    loads = loads_of(stage_costs(2), "bf16", "bf16")
+    setting = setting._replace(layout=replace(setting.layout, stages=loads))
+    change = cheapest_change(stage_costs(2), setting, "bf16", "bf16")
     assert change is not None
     assert change.words == 'pipeline.forward = "int8", pipeline.backward = "int8"'
     gain = change.forecast.tokens_per_s / forecast_stages(setting).tokens_per_s
-    assert gain == pytest.approx(256 / 132, rel=0.05)
+    assert gain == pytest.approx(256 / 132, rel=0.1)
 
 
 STAGED = (
@@ -693,9 +693,8 @@ def staged_file(tmp_path: Path) -> Path:
 
 
 def test_a_run_with_stages_is_planned_by_stage(staged_file: Path) -> None:
-    told: list[str] = []
-    assert run_any_plan(PlanOptions(run_file=staged_file, step_s=1.664, as_json=True), told.append) == 0
-    table = json.loads(told[0])
+    plan = make_staged_plan(PlanOptions(run_file=staged_file, step_s=1.664))
+    table = json.loads(json.dumps(staged_table(plan)))
     first, last = table["stages"]
     assert first["ahead_bytes"] == 84_480 + 8 * 8 * 64  # int8 of 8 x 64 x 160 values, and the targets
     assert (first["back_bytes"], last["ahead_bytes"], last["back_bytes"]) == (0, 0, 84_480)
@@ -703,7 +702,6 @@ def test_a_run_with_stages_is_planned_by_stage(staged_file: Path) -> None:
     assert first["memory_bytes"] > 4 * COPIES * first["parameters"]
     assert COPIES == TRAINED_COPIES + AGREED_COPIES
     assert 0 < table["utilisation"] <= 1
-    plan = make_staged_plan(PlanOptions(run_file=staged_file, step_s=1.664))
     console = Console(file=StringIO(), width=140)
     print_staged_plan(plan, console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]

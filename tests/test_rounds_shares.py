@@ -24,6 +24,7 @@ from p2p_co2.protocol.rounds.parts import MOST_OWNED, BlockRange, Rates, divide
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.schedule import OfferState
 from tests.fuzz import world
 from tests.fuzz.world import STEP_S, Trainer, World, run_virtual
 from tests.round_machine import DIGEST
@@ -210,11 +211,11 @@ class Books:
         return self._trainer.exchanged.live.snapshot(fragment).double()
 
     def _noting_offer(self, fragment: int, offer: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(snapshot: torch.Tensor, weight: float, offer_id: bytes) -> Any:
-            made = offer(snapshot, weight, offer_id)
+        def noting(snapshot: torch.Tensor, state: OfferState) -> Any:
+            made = offer(snapshot, state)
             size = self._fragments[fragment].state.params.numel()
             codes = torch.frombuffer(bytearray(made.payload), dtype=torch.uint8)
-            self._offers[fragment, made.round, weight] = self._codec.decode(codes)[:size].double()
+            self._offers[fragment, made.round, state.offer_id] = self._codec.decode(codes)[:size].double()
             return made
 
         return noting
@@ -227,7 +228,7 @@ class Books:
             for part in parts:
                 if me in part.weights:
                     place = slice(part.start_block * values, part.stop_block * values)
-                    offer = self._offers[fragment, round_, part.weights[me]]
+                    offer = self._offers[fragment, round_, part.offer_ids[me]]
                     self.counted[fragment][place] += offer[place]
             self.partly += len({me in part.weights for part in parts}) > 1
             return commit(round_, base_version, mean, parts, *rest)

@@ -36,8 +36,8 @@ from p2p_co2.wire.envelope import head_of
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from tests.envelopes import enveloped
-from tests.fuzz.scenes import examples
-from tests.fuzz.stages import KINDS_BETWEEN, StageWorld, examples_between
+from tests.fuzz.play import KINDS_BETWEEN, examples
+from tests.fuzz.stages import StageWorld
 from tests.fuzz.world import RUN, Trainer, World, make_identity, run_virtual
 
 A, B = PeerId("a"), PeerId("b")
@@ -153,8 +153,7 @@ FAR = 10**6
 
 def far_away(kind: str) -> bytes:
     """A right message of this kind, as small as they come, of a round that does not exist."""
-    some = examples_between() if kind in KINDS_BETWEEN else examples()
-    message = wire.Envelope.FromString(min(some[kind], key=len))
+    message = wire.Envelope.FromString(min(examples()[kind], key=len))
     message.run = RUN.digest()
     body: Message = getattr(message, kind)
     body.SetInParent()  # type: ignore[attr-defined]

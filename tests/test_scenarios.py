@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.scenarios import runner
 
+rewrite = cache(runner.rewrite)
+"""Once for all scenarios of a file."""
+
 
 @pytest.mark.parametrize("scenario", runner.scenarios(), ids=str)
 def test_scenario(scenario: runner.Scenario, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--rewrite-scenarios"):
-        runner.rewrite(scenario.path)
+        rewrite(scenario.path)
         pytest.skip("its file was written anew")
     wrong = scenario.play()
     assert not wrong, "\n".join(["what is expected (-) and what is said (+):", *wrong])
@@ -27,6 +31,7 @@ add 1 2
 6
 
 refuse
+add 7
 
 add 4
 ----
@@ -56,12 +61,16 @@ def test_a_difference_is_told_with_its_line_and_rewriting_mends_it(
     first, second = runner.scenarios()
     assert (first.title, second.title) == ("Sums are added", "It begins anew")
     assert first.play() == [
-        f"{path}:8: refuse", "  + refused: bad sum", f"{path}:10: add", "  - wrong", "  + 4",
+        f"{path}:8: refuse", "  + refused: bad sum", f"{path}:9: add", "  + 7",
+        f"{path}:11: add", "  - wrong", "  + 4",
     ]  # fmt: skip
     runner.rewrite(path)
     assert [scenario.play() for scenario in runner.scenarios()] == [[], []]
     assert path.read_text() == (
-        ADDING.replace("refuse\n", "refuse\n----\nrefused: bad sum\n").replace("wrong", "4") + "----\n1\n"
+        ADDING.replace("refuse\nadd 7\n", "refuse\n----\nrefused: bad sum\n\nadd 7\n----\n7\n").replace(
+            "wrong", "4"
+        )
+        + "----\n1\n"
     )
     runner.rewrite(path)
     assert len(runner.scenarios()) == 2

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from p2p_co2.config import ClockConfig, OuterConfig, RunConfig
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.schedule import (
-    DISTINCT,
     FIRST_ROUND_BOUND_S,
     FLUSH_CAP_S,
     FLUSH_FLOOR_S,
     Ending,
     Lag,
+    OfferState,
     Stage,
     SwarmClock,
     WorkAccount,
@@ -26,17 +26,6 @@ from p2p_co2.wire.schedule import (
     flush_bound_s,
     points_passed,
 )
-
-
-def test_points_by_hand() -> None:
-    assert [points_passed(0, 4, position) for position in (0, 0.5, 1, 1.9, 2)] == [0, 0, 1, 1, 2]
-    assert [points_passed(1, 4, position) for position in (0, 0.25, 1, 1.25, 2)] == [0, 1, 1, 2, 2]
-    assert due(4, 0.0, 0.2) == ()
-    assert due(4, 0.0, 0.5) == (1, 2)
-    assert due(4, 0.5, 1.0) == (3, 0)
-    assert due(4, 0.5, 0.5) == ()
-    assert due(4, 0.5, 9.0) == (3, 0, 1, 2)
-    assert due(1, 0.0, 1.0) == (0,)
 
 
 def test_clock_in_steps_mode_counts_inner_steps() -> None:
@@ -133,20 +122,6 @@ def test_a_peer_that_slept_sends_each_fragment_once() -> None:
     assert sorted(due(4, last, clock.position(1.0, 0))) == [0, 1, 2, 3]
 
 
-def test_peers_offer_the_rest_of_their_work_in_one_order_few_fragments_at_once() -> None:
-    ending, now = Ending(4, 0.0, 1000.0), iter(range(0, 1000, 2))
-    calls: list[tuple[set[int], set[int], list[int]]] = [
-        ({0, 1, 2, 3}, {0}, [1]),  # 0 was sent before the end
-        ({2, 3}, {1}, [2]),
-        ({1, 3}, {2}, [3]),  # 1 failed: its turn comes again after the others
-        ({1}, {3}, [1]),
-        ({0, 2}, set(), [0, 2]),
-    ]
-    for uncounted, in_flight, expected in calls:
-        assert (ending.next(uncounted, in_flight, next(now)) or ([], 0))[0] == expected
-    assert (Ending(4, 0.0, 10.0).next({0, 1, 2, 3}, {3}, 6.0) or ([], 0))[0] == [0, 1, 2]
-
-
 @given(count=st.integers(1, 6), outcomes=st.lists(st.booleans(), max_size=60))
 def test_every_fragment_has_its_turn_again_and_again(count: int, outcomes: list[bool]) -> None:
     ending, uncounted, tried = Ending(count, 0.0, 1e6), set(range(count)), [0] * count
@@ -178,26 +153,33 @@ def account(
     return WorkAccount(run, 100, [0] * count)
 
 
-def send(made: WorkAccount, fragment: int, position: float, tokens: int, offer_id: bytes = b"") -> float:
+def send(made: WorkAccount, fragment: int, position: float, tokens: int) -> OfferState:
     steps = int(10 * position)
     return made.send(
-        fragment, position=position, inner_steps=steps, tokens=tokens, now=5 * position, offer_id=offer_id
+        fragment,
+        position=position,
+        inner_steps=steps,
+        tokens=tokens,
+        now=5 * position,
+        offer_id=b"%d" % tokens,
     )
 
 
 def end(made: WorkAccount, fragment: int, position: float, share: float = 1.0) -> Lag:
-    sent = made.meet(fragment, made.versions[fragment] + 1, ends_offer=True)
+    offer = made.meet(fragment, made.versions[fragment] + 1, 1, made.in_flight.get(fragment))
     steps = int(10 * position)
-    return made.step(fragment, sent, share, position=position, inner_steps=steps, now=5 * position)
+    return made.step(fragment, offer, share, position=position, inner_steps=steps, now=5 * position)
 
 
 def test_work_is_offered_until_it_is_counted() -> None:
     made = account()
-    assert send(made, 1, 0.5, 140, bytes([128])) == 40 + DISTINCT / 2
+    assert send(made, 1, 0.5, 140).weight == 40
     assert made.finished(()) == {0}
     assert end(made, 1, 2.0, share=0.25) == Lag(1, 15, 7.5)  # the point at 1.5 passed meanwhile
-    assert (made.versions, made.taken) == ([0, 1], [0, 1])
-    assert send(made, 1, 2.5, 150) == 40  # three quarters of the forty are not counted, and ten are new
+    assert made.versions == [0, 1]
+    assert (
+        send(made, 1, 2.5, 150).weight == 40
+    )  # three quarters of the forty are not counted, and ten are new
     assert end(made, 1, 2.6) == Lag(0, 1, pytest.approx(0.5))
     assert made.uncounted(150) == [0]
     assert made.finished([0]) == {1}
@@ -205,12 +187,16 @@ def test_work_is_offered_until_it_is_counted() -> None:
     assert made.versions == [0, 3]
 
 
-def test_an_outcome_that_ends_no_offer_leaves_it_in_flight() -> None:
+def test_an_outcome_ends_the_offer_that_it_names_and_the_next_says_what_it_has_met() -> None:
     made = account()
-    send(made, 0, 1.0, 140)
-    assert made.meet(0, 1, ends_offer=False) is made.in_flight[0]
-    assert made.meet(0, 1, ends_offer=True) is not None
-    assert (made.in_flight, made.taken, made.versions) == ({}, [2, 0], [1, 0])
+    first = send(made, 0, 1.0, 140)
+    assert made.meet(0, 1, 7, None) is first is made.in_flight[0]
+    assert made.meet(0, 1, 8, first) is first
+    assert made.in_flight == {}
+    second = send(made, 0, 2.0, 150)
+    assert (first.met, second.met) == (0, 8)
+    made.meet(0, 1, 9, first)  # told again, by a late word
+    assert made.in_flight == {0: second}
 
 
 def pass_points(made: WorkAccount, last: float, position: float, *, awaits_begin: bool = False) -> list[int]:
@@ -345,14 +331,8 @@ def test_who_has_no_part_in_a_mean_is_due_at_once_in_short_rounds(
     long rounds it would wait for them alone until its offer is given up."""
     made = account(round_s=round_s)
     send(made, 1, 0.5, 140)
-    made.step(1, made.meet(1, 1, True), share, position=0.9, inner_steps=9, now=9.0)
+    made.step(1, made.meet(1, 1, 1, made.in_flight.get(1)), share, position=0.9, inner_steps=9, now=9.0)
     assert made.due(0.9, 1.0) == sent
-
-
-def test_a_newcomer_that_loaded_a_round_offers_at_its_point() -> None:
-    made = account(round_s=4.0)
-    made.step(1, made.meet(1, 1, True), 0.0, position=0.9, inner_steps=9, now=9.0)
-    assert made.due(0.9, 1.0) == [0]
 
 
 @pytest.mark.parametrize(("round_s", "sent"), [(4.0, [1, 0]), (60.0, [0])])
@@ -361,7 +341,7 @@ def test_who_loaded_what_others_made_is_due_at_once_in_short_rounds(round_s: flo
     made.left_out(1)  # at first it loads what it is to begin with
     assert made.due(0.9, 1.0) == [0]
     send(made, 1, 0.5, 140)
-    made.meet(1, 1, True)
+    made.meet(1, 1, 1, made.in_flight[1])
     made.left_out(1)
     assert made.due(0.9, 1.0) == sent
 
@@ -373,7 +353,7 @@ def test_who_loaded_what_others_made_is_due_at_once_in_long_rounds_too_where_the
     made.due(0.6, 1.0, is_line_full=True)
     assert is_held(made, {1: "slices"})
     send(made, 0, 1.0, 140)
-    made.meet(1, 1, True)
+    made.meet(1, 1, 1, made.in_flight[1])
     made.left_out(1)
     assert made.due(1.0, 1.1) == [1]
 
@@ -385,14 +365,6 @@ def test_points_of_a_rest_are_not_made_up() -> None:
     made.forget_missed()
     end(made, 1, 2.9)
     assert made.due(2.9, 3.0) == [0]
-
-
-def test_only_first_rounds_are_awaited_and_only_if_the_run_asks_for_it() -> None:
-    assert account().awaited([0, 1]) == set()
-    made = account(awaited=1)
-    assert made.awaited([0, 1]) == {0, 1}
-    end(made, 1, 1.0)
-    assert made.awaited([0, 1]) == {0}
 
 
 def test_a_run_is_over_at_its_last_round() -> None:
@@ -411,13 +383,6 @@ def test_an_offer_that_ends_at_once_is_not_made_again_at_once() -> None:
     assert len(offered) == 30
     assert min(b - a for a, b in pairwise(offered)) >= HEARTBEAT_S
     assert Ending(2, 100.0, 30.0).next([0, 1], [], 100.0) == ([0, 1], 15.0)
-
-
-def test_an_offer_that_fails_later_is_made_again_at_once_and_others_do_not_wait_for_it() -> None:
-    ending = Ending(3, 100.0, 30.0)
-    assert ending.next([0, 1, 2], [], 100.0) == ([0, 1], 15.0)
-    assert ending.next([0, 1, 2], [1], 100.25) == ([2], 0.75)  # the first has ended at once
-    assert ending.next([0, 1, 2], [2], 104.0) == ([0], 11.0)
 
 
 def test_the_end_offers_few_at_once_then_all_then_nothing() -> None:

@@ -30,6 +30,7 @@ from p2p_co2.telemetry.events import FragmentSent
 from p2p_co2.trainer.synchroniser import Synchroniser
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Outcome
+from p2p_co2.wire.schedule import OfferState
 
 ROUND_S = 4.0
 CLOCK = ClockConfig(mode="time", round_s=ROUND_S, rounds=5)
@@ -90,11 +91,11 @@ class CountsTwice(CountingLedger):
 class AppliesWhatItHolds(CountingLedger):
     """A member that takes the mean of its own offer for agreed, without any decision."""
 
-    def offer(self, fragment: int, units: int, weight: float, offer_id: bytes) -> Any:
-        offer = super().offer(fragment, units, weight, offer_id)
+    def offer(self, fragment: int, units: int, state: OfferState) -> Any:
+        offer = super().offer(fragment, units, state)
         mine = self.fragments[fragment]
         if mine.state.version == 1 and self.work.name.endswith("/2"):
-            own = mean_of([(weight, offer.payload)])
+            own = mean_of([(state.weight, offer.payload)])
             mean = AgreedMean(fragment, offer.round, mine.state.version, mine.state.digest, own, ())
             after = State.of(mine.state.form, offer.round, add(mine.state.sums, unpack(mean.mean)))
             self.audit.committed(mean, mine.state, after)
@@ -228,7 +229,9 @@ def test_an_offer_without_any_timer_is_caught(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_offer_that_never_ends_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its timers never come: what is left is that it is open for too long."""
-    without_end(monkeypatch, lambda fragment: None if fragment.offer is None else fragment.offered_at + 1e6)
+    without_end(
+        monkeypatch, lambda fragment: None if fragment.open is None else fragment.open.offered_at + 1e6
+    )
     swarm = Swarm(storm_settings(5, peers=6), EventLog())
     swarm.world.call_at(200.0, swarm.stop)
     result = swarm.run()
@@ -390,7 +393,7 @@ def test_an_offer_counted_in_the_other_half_of_a_split_is_written_off_only_if_it
     ledger = CountingLedger("a", ONE_BLOCK, 1.0, work=work, audit=Auditor(books, "a"), loop=loop)
     ledger.fragments[0].counted = [0]
     start = ledger.fragments[0].state
-    offer = ledger.offer(0, work.units, 2.0, bytes(8))
+    offer = ledger.offer(0, work.units, OfferState(bytes(8), 2))
     ledger.audit.offered(0, start, 0, offer)
     outcome = Outcome(state_digest=start.digest)
     outcome.key.round = 1

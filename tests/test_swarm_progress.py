@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hearing_peer import ALL_FINISHED, DONE, ME, NEWCOMER, OTHER, Place
 
-from p2p_co2.node.progress import LACKS, LISTENED_S
+from p2p_co2.node.progress import LACKS, LISTENED_S, Where
 from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.catchup import policy
 from p2p_co2.wire.identity import PeerId
@@ -18,28 +18,27 @@ from p2p_co2.wire.messages_pb2 import Status
 def test_a_newcomer_whose_donors_all_go_is_left_behind() -> None:
     place = Place(0, 0)
     place.hear(OTHER, Status.TRAINING, 3, 3)
-    assert not place.known.left_behind
+    assert place.where is not Where.LEFT_BEHIND
     place.move(3, 0)
     place.lose(OTHER)
-    assert place.known.left_behind
+    assert place.where is Where.LEFT_BEHIND
     place.hear(NEWCOMER, Status.JOINING, 0, 0)  # one who has no more than we have is no help
-    assert place.known.left_behind
+    assert place.where is Where.LEFT_BEHIND
     place.hear(OTHER, Status.TRAINING, 4, 4)  # one who has is
-    assert not place.known.left_behind
+    assert place.where is not Where.LEFT_BEHIND
     place.move(4, 3)
     place.lose(OTHER)
-    assert not place.known.left_behind
-    assert place.known.abreast
+    assert place.where is Where.ABREAST
 
 
 def test_who_joins_when_the_run_is_over_wants_its_last_version() -> None:
     place = Place(3, 3)
     place.hear(OTHER, Status.TRAINING, 4, 3)
-    assert place.known.abreast  # the next rounds bring the rest
+    assert place.where is Where.ABREAST  # the next rounds bring the rest
     place.hear(OTHER, Status.DRAINING, 4, 3)
-    assert not place.known.abreast
+    assert place.where is not Where.ABREAST
     place.lose(OTHER)
-    assert place.known.left_behind
+    assert place.where is Where.LEFT_BEHIND
 
 
 def test_one_that_was_far_ahead_of_many_and_went_leaves_nobody_behind() -> None:
@@ -48,18 +47,18 @@ def test_one_that_was_far_ahead_of_many_and_went_leaves_nobody_behind() -> None:
     place.hear(PeerId("another newcomer"), Status.JOINING, 0, 0)
     place.hear(OTHER, Status.TRAINING, 9, 9)
     place.lose(OTHER)
-    assert not place.known.left_behind
-    assert place.known.abreast
+    assert place.where is not Where.LEFT_BEHIND
+    assert place.where is Where.ABREAST
 
 
 def test_a_newcomer_sees_that_a_run_has_as_many_peers_as_it_can_have() -> None:
     place = Place(0, 0)
     for number in range(MAX_MEMBERS):
-        assert not place.known.full
+        assert place.where is not Where.NO_ROOM
         place.hear(PeerId(f"peer {number}"), Status.TRAINING, 0, 0)
-    assert place.known.full
+    assert place.where is Where.NO_ROOM
     place.lose(PeerId("peer 0"))
-    assert not place.known.full
+    assert place.where is not Where.NO_ROOM
 
 
 @pytest.mark.parametrize("phase", [Status.JOINING, Status.PAUSED, Status.DRAINING])

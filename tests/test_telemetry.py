@@ -6,11 +6,9 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import math
 import os
 import threading
 import typing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +19,8 @@ from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.events import EVENT_TYPES, Event, PeerLeft, Warned
 from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, Tail, read_events
-from p2p_co2.telemetry.view import MAX_DISTINCT, MAX_NOTABLE, OTHERS, SwarmView, mean_of, recalled
-from tests.event_samples import aborted, applied, between, committed, fold, progress, started
+from p2p_co2.telemetry.view import MAX_DISTINCT, MAX_NOTABLE, OTHERS, SwarmView, recalled
+from tests.event_samples import aborted, applied, between, committed, fold, progress, sample, started
 
 # ---- the journal
 
@@ -218,86 +216,10 @@ def test_threads_write_whole_lines(tmp_path: Path) -> None:
 # ---- the view
 
 
-def test_a_round_counts_once_although_every_member_reports_it() -> None:
-    began = ev.RoundBegan(at=0, peer="a", fragment=0, round=1, group=("a", "b"))
-    commits = [committed(peer, 1, duration_s=took_s) for peer, took_s in (("a", 1.0), ("b", 3.0), ("c", 0.0))]
-    view = fold([began, *commits, *(aborted(peer, 2, "too few") for peer in "abc")])
-    assert (view.committed, view.abort_reasons) == (1, {"too few": 1})
-    first = view.rounds[0, 1]
-    assert (first.outcome, first.contributors, first.partial, first.duration_s) == ("committed", 3, 0, 3.0)
-    assert view.rounds[0, 2].outcome == "aborted"
-
-
-def test_a_round_tried_again_counts_every_abort_and_the_commit() -> None:
-    tries = [aborted(peer, 1, why) for why in ("owner lost", "too few") for peer in "ab"]
-    view = fold([*tries, *(committed(peer, 1) for peer in "ab")])
-    assert (view.committed, view.abort_reasons) == (1, {"owner lost": 1, "too few": 1})
-    assert view.rounds[0, 1].missed_by == ()
-
-
-def test_a_member_that_lost_only_the_answer_missed_a_committed_round() -> None:
-    view = fold([committed("a", 1), committed("b", 1), aborted("c", 1, "coordinator silent")])
-    assert (view.committed, view.abort_reasons.total()) == (1, 0)
-    assert view.rounds[0, 1].missed_by == ("c",)
-
-
-def test_histograms_are_over_all_peers() -> None:
-    view = fold([applied("a", 0, 3), applied("b", 1, 9), applied("b", 0, 3, gap=math.nan)])
-    assert view.staleness == {0: 2, 1: 1}
-    assert view.fragment_staleness == {0: {0: 2, 1: 1}}
-    assert view.sync_delay_steps == {3: 2, 9: 1}
-    assert mean_of(view.sync_delay_steps) == 5.0
-
-
-def test_a_resumed_peer_keeps_the_counters_of_its_earlier_process() -> None:
-    ended = ev.PeerFinished(at=2.0, peer="a", reason="interrupted", digest="d1", versions=(1, 0))
-    before = [started("a"), progress("a", 1.0, inner_steps=10), ended]
-    peer = fold([*before, started("a", at=3.0, pid=8), progress("a", 4.0, inner_steps=5)]).peers["a"]
-    assert (peer.totals.inner_steps, peer.totals.up_bytes, peer.start.pid) == (15, 1000, 8)
-    assert (peer.end, peer.phase, peer.utilisation) == (None, "training", 0.9)
-
-
-def test_the_steps_and_tokens_of_a_checkpoint_that_is_gone_on_from_count_once() -> None:
-    """A volunteer who came back twice was told three times the tokens that it had trained."""
-    again = replace(started("a", at=3.0, pid=8), resumed_from="checkpoint", inner_steps=10)
-    view = fold([started("a"), progress("a", 1.0, inner_steps=10), again])
-    assert (view.peers["a"].totals.inner_steps, view.peers["a"].totals.tokens) == (10, 1000)
-    view.add(progress("a", 4.0, inner_steps=12))
-    totals = view.peers["a"].totals
-    assert (totals.inner_steps, totals.tokens, totals.up_bytes) == (12, 1200, 1000)
-
-
-def test_who_left_and_why() -> None:
-    view = fold([started("a"), PeerLeft(at=5.0, peer="a", other="b", reason="silent for 6 s")])
-    assert not view.peers["b"].started
-    assert view.peers["b"].left_reason == "silent for 6 s"
-    view.add(ev.PeerJoined(at=6.0, peer="a", other="b"))
-    assert view.peers["b"].left_reason == ""
-    view.add(ev.PeerFinished(at=7.0, peer="b", reason="the run ended", digest="d", versions=()))
-    assert view.peers["b"].left_reason == "the run ended"
-
-
-def test_links_keep_the_last_carrier_and_are_open_or_lost() -> None:
-    view = fold([ev.LinkOpened(at=0, peer="a", other="b", carrier="grpc")])
-    assert view.peers["a"].open_links == {"b": "grpc"}
-    view.add(ev.LinkLost(at=1, peer="a", other="b", carrier="grpc", reason="reset"))
-    assert (view.peers["a"].carriers, view.peers["a"].open_links) == ({"b": "grpc"}, {})
-    view.add(ev.LinkOpened(at=2, peer="a", other="b", carrier="libp2p", reason="grpc refused"))
-    assert view.peers["a"].open_links == {"b": "libp2p"}
-
-
-def test_labels_are_unique_and_names_stay_where_they_can() -> None:
-    names = {"id-000001": "ada", "id-000002": "bob", "id-000003": "bob", "id-000004": ""}
-    labels = fold(started(peer, name=name) for peer, name in names.items()).labels()
-    assert list(labels.values()) == ["ada", "bob~000002", "bob~000003", "~000004"]
-
-
 def test_what_is_recalled_folds_to_the_same_peer() -> None:
-    caught = ev.CaughtUp(at=3.0, peer="a", fragment=1, from_version=0, to_version=1, how="state", donor="b",
-                         bytes=1, duration_s=0.1)  # fmt: skip
-    sent = ev.FragmentSent(at=1, peer="a", fragment=0, round=1, payload_bytes=9, weight=1)
-    told = [started("a"), progress("a", 1.0), sent, sent, applied("a", 1, 4), applied("a", 0, 4), caught,
-            ev.LinkOpened(at=0, peer="a", other="b", carrier="grpc")]  # fmt: skip
+    sent = sample("fragment_sent", "a", 1.0)
+    told = [started("a"), progress("a", 1.0), sent, sent, applied("a", 1, 4), applied("a", 0, 4),
+            sample("caught_up", "a", 3.0, fragment=1), sample("link_opened", "a", other="b")]  # fmt: skip
     early = fold(told)
     late = fold(recalled(early.peers["a"]))
     for _ in range(2):  # whoever lags gets it twice

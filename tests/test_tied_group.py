@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -13,24 +12,23 @@ from torch import Tensor, nn
 
 from p2p_co2.config import CodecConfig, OuterConfig, PipelineConfig, RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.node.node import Node
-from p2p_co2.node.state import LocalProgress, PeerState
+from p2p_co2.node.environment import RunGroup
+from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.ledger import PartWeights
-from p2p_co2.protocol.pipeline import Sizes
 from p2p_co2.recipes import Stages, load_recipe, load_run_recipe, recipe_digest
 from p2p_co2.recipes.byte_gpt import byte_gpt_stages
 from p2p_co2.recipes.stages import TiedTable
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import centred
+from p2p_co2.tensors.aggregation.centred import centred
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.trainer.gather import gather_folders
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
-from p2p_co2.trainer.network_thread import NetworkThread, NodeView
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.trainer.views import NodeView
 from p2p_co2.wire.messages_pb2 import Status
+from p2p_co2.wire.schedule import OfferState
 from tests.fuzz.stages import StageWorld
-from tests.fuzz.world import RUN, run_virtual
+from tests.fuzz.world import Trainer, run_virtual
 from tests.test_gather import loaded, write
 from tests.test_stages import SHAPE
 
@@ -90,12 +88,12 @@ def test_the_table_steps_by_both_uses(rule: Any) -> None:
     sides = [FragmentState(run, codec, name, outer.init(start.clone()), uses=2) for name in "ab"]
     learned = [torch.full((8,), 0.25), torch.full((8,), 0.5)]
     offers = [
-        side.offer(start - one, 10.0, b"%d" % at)
+        side.offer(start - one, OfferState(b"%d" % at, 10))
         for at, (side, one) in enumerate(zip(sides, learned, strict=True))
     ]
     sent = [codec.decode(torch.frombuffer(bytearray(offer.payload), dtype=torch.uint8)) for offer in offers]
     mean = codec.encode((sent[0] + sent[1])[:8] / 2).numpy().data
-    parts = [PartWeights(0, codec.blocks(8), {"a": 10.0, "b": 10.0})]
+    parts = [PartWeights(0, codec.blocks(8), {"a": 10.0, "b": 10.0}, {"a": b"0", "b": b"1"})]
     for side in sides:
         outcome = side.commit(1, 0, mean, parts)
         assert outcome.share == 1.0
@@ -215,61 +213,40 @@ def test_two_tables_of_one_round_are_one(tmp_path: Path) -> None:
         gather_folders(folders, tmp_path / "whole")
 
 
-# ---- resting
+# ---- groups of one process
 
 
-def test_a_group_rests_with_the_main_one_until_it_trains_again() -> None:
-    views = [NodeView(ShownNode(), ONE_THREAD, lambda kind, fields: None, lambda: None) for _ in range(2)]
-    main, table = views
-    main.rest_with.append(table)
-    table.show(LocalProgress(Status.TRAINING, position=3.5, inner_steps=7))
-    main.show(LocalProgress(Status.TRAINING, position=4.5, inner_steps=9))
-    assert table.node.state.local.phase == Status.TRAINING
-    main.show(LocalProgress(Status.PAUSED, position=4.5, inner_steps=9))
-    assert table.node.state.local == LocalProgress(Status.PAUSED, position=3.5, inner_steps=7)
-    table.show(LocalProgress(Status.TRAINING, position=6.0, inner_steps=8))
-    assert table.node.state.local.phase == Status.TRAINING
-
-
-def test_both_groups_hear_where_the_stages_beside_are() -> None:
+def test_the_groups_of_a_process_rest_together_and_have_one_clock() -> None:
     """Else the table's, alone, is behind after a pause, and its peer goes on when the run is over."""
 
     async def work() -> None:
-        one = StageWorld(1, 1).volunteers[0]
-        progress = SimpleNamespace(writer=SimpleNamespace(status=one._status))
-        environments = one.environment.beside(bytes(32)), one.environment.beside(bytes(32))
-        groups = [SimpleNamespace(environment=each, progress=progress) for each in environments]
-        main, table = (NodeView(cast(Node, node), ONE_THREAD, print, lambda: None) for node in groups)
-        main.rest_with.append(table)
-        thread = object.__new__(NetworkThread)
-        thread.view, thread._reporting, thread._loop = main, None, ONE_THREAD
-        thread.network = cast(Any, SimpleNamespace(run=RUN, listed=lambda stage: [], holds=None))
-        started: Any = None
+        world = StageWorld(1, 1)
+        one = world.volunteers[0]
+        table = RunGroup.of_table(run_of(2, tied="fused"))
+        main = Trainer(world, "s0 0", one.environment)
+        beside = Trainer(world, "s0 0", one.environment.beside(table))
+        shells = [main.node, beside.node]
+        views = [
+            NodeView(shell, asyncio.get_running_loop(), lambda kind, fields: None, lambda: None, shells)
+            for shell in shells
+        ]
 
-        def ask(starting: Any) -> Any:
-            nonlocal started
-            started = starting
-            return one.node
+        async def shown(view: NodeView, phase: Status.Phase, position: float) -> list[tuple[int, float]]:
+            view.show(LocalProgress(phase, position=position))
+            await asyncio.sleep(0)
+            return [(node.state.local.phase, node.state.local.position) for node in shells]
 
-        thread.ask = ask  # type: ignore[method-assign]
-        thread.start_pipeline(one.place, Sizes(4, 2, 4, 0, [1], b"", 1.0))
-        pipeline = await started
-        assert [node.environment.elsewhere for node in groups] == [pipeline.positions] * 2
-        await asyncio.sleep(0.1)
-        pipeline.stop()
-        await asyncio.sleep(5.0)
+        training, paused = Status.TRAINING, Status.PAUSED
+        await shown(views[1], training, 3.5)
+        assert await shown(views[0], training, 4.5) == [(training, 4.5), (training, 3.5)]
+        assert await shown(views[0], paused, 4.5) == [(paused, 4.5), (paused, 3.5)]
+        assert await shown(views[1], training, 6.0) == [(paused, 4.5), (training, 6.0)]
+
+        for view in views:
+            assert view.swarm_position() is None
+        one.environment.switch.elsewhere = lambda now, rounds_per_s: [9.0]
+        for node in shells:
+            node.progress.conclude(node.now())
+            assert node.progress.swarm_position is not None
 
     run_virtual(work())
-
-
-class ShownNode(Node):
-    """Nothing but what it was shown."""
-
-    def __init__(self) -> None:
-        self.state = PeerState(PeerId("me"), [])
-
-    def show(self, progress: LocalProgress) -> None:
-        self.state.show(progress)
-
-
-ONE_THREAD = cast(Any, SimpleNamespace(call_soon_threadsafe=lambda call, *arguments: call(*arguments)))

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from p2p_co2.config import PeerConfig, PipelineConfig, RunConfig, read_peer_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError, P2PCo2Error
-from p2p_co2.node.network import Held
+from p2p_co2.node.environment import RunGroup
 from p2p_co2.peer_options import listening, peer_config
 from p2p_co2.swarm import Swarm
 from p2p_co2.telemetry import events as ev
@@ -38,8 +38,8 @@ from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import Connection, connect, join
 from p2p_co2.trainer.exchanged_model import check_model
 from p2p_co2.trainer.figures import mean_loss, tokens_of
-from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.rates import TWO_SCHEDULES
+from p2p_co2.trainer.session import Participation, Session
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.wire.identity import Identity
 from tests.paced_recipe import Descent
@@ -49,7 +49,15 @@ __all__ = ["impatient"]
 pytestmark = pytest.mark.usefixtures("impatient")
 Made = tuple[Any, Any]
 """A model and its optimizer."""
-UNUSED = cast(NetworkThread, SimpleNamespace(warn=print))
+
+
+def whole_of(run: RunConfig) -> Participation:
+    """In the whole run, and nobody on the line."""
+    network = SimpleNamespace(run=run)
+    return cast(Participation, SimpleNamespace(warn=print, network=network, group=RunGroup.whole(run)))
+
+
+UNUSED = cast(Participation, SimpleNamespace(warn=print))
 
 
 def plain() -> nn.Sequential:
@@ -241,7 +249,7 @@ class Odd(nn.Module):
         self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
         self.head.weight = self.embed.weight
         self.middle = nn.Linear(4, 6).to(torch.bfloat16)
-        self.middle.weight.data = self.middle.weight.data.t().contiguous().t()
+        self.middle.weight.data = across(self.middle.weight.data)
         self.frozen = nn.Linear(2, 2).requires_grad_(False)
 
 
@@ -380,59 +388,31 @@ def test_what_modules_keep_beside_their_tensors_is_in_the_state(tmp_path: Path) 
 # ---- a model that changes after join
 
 
-def unfreeze(lone: Lone) -> None:
-    lone.model[0].requires_grad_(True)
-
-
 def add_adapter(lone: Lone) -> None:
     lone.model[2].adapter = nn.Parameter(torch.zeros(2))
     lone.optimizer.add_param_group({"params": [lone.model[2].adapter]})
 
 
-def resize(lone: Lone) -> None:
-    lone.model[2] = nn.Linear(6, 5)
-
-
-def regrow(lone: Lone) -> None:
-    lone.model[2].weight.data = torch.zeros(5, 6)
-
-
-def drop(lone: Lone) -> None:
-    del lone.model[2]
-
-
-def tie(lone: Lone) -> None:
-    lone.model[3].weight = lone.model[2].weight
-
-
-def normalise(lone: Lone) -> None:
-    nn.utils.parametrizations.weight_norm(lone.model[2])
-
-
-def halve(lone: Lone) -> None:
-    lone.model.half()
-
-
-def replace_all(lone: Lone) -> None:
-    state = {name: values.clone() for name, values in lone.model.state_dict().items()}
-    lone.model.load_state_dict(state, assign=True)
-
-
-def train_another(lone: Lone) -> None:
-    lone.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(7))]})
-
-
-CHANGES: list[tuple[Callable[[Lone], None], str]] = [
-    (unfreeze, "0.weight: is trained, and was not when this peer joined"),
+CHANGES: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda lone: lone.model[0].requires_grad_(True), "0.weight: is trained, and was not when this peer"),
     (add_adapter, "2.adapter: is trained, and was not when this peer joined"),
-    (resize, r"2.weight: was float32 \(4, 6\) in join and is float32 \(5, 6\)"),
-    (regrow, r"2.weight: was float32 \(4, 6\) in join and is float32 \(5, 6\)"),
-    (drop, "3.weight: is gone since join|2.weight: was"),
-    (tie, "3.weight: is gone since join"),
-    (normalise, "2.weight: is gone since join"),
-    (halve, "2.weight: was float32 .* in join and is float16"),
-    (replace_all, "weight: was replaced by another object after join"),
-    (train_another, r"trains a parameter of shape \(7,\) that is not the model's"),
+    (
+        lambda lone: lone.model.__setitem__(2, nn.Linear(6, 5)),
+        r"2.weight: was float32 \(4, 6\) in join and is",
+    ),
+    (lambda lone: setattr(lone.model[2].weight, "data", torch.zeros(5, 6)), r"is float32 \(5, 6\)"),
+    (lambda lone: lone.model.__delitem__(2), "3.weight: is gone since join|2.weight: was"),
+    (lambda lone: setattr(lone.model[3], "weight", lone.model[2].weight), "3.weight: is gone since join"),
+    (lambda lone: nn.utils.parametrizations.weight_norm(lone.model[2]), "2.weight: is gone since join"),
+    (lambda lone: lone.model.half(), "2.weight: was float32 .* in join and is float16"),
+    (
+        lambda lone: lone.model.load_state_dict(copy.deepcopy(lone.model.state_dict()), assign=True),
+        "weight: was replaced by another object after join",
+    ),
+    (
+        lambda lone: lone.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(7))]}),
+        r"trains a parameter of shape \(7,\) that is not the model's",
+    ),
 ]
 
 
@@ -575,11 +555,11 @@ def test_a_callback_that_fails_ends_the_training_and_not_only_a_line_of_a_log(tm
 
     me = Identity.load_or_create(tmp_path / "identity").peer_id
     ticket = Ticket(bytes(32), me, (f"/ip4/127.0.0.1/tcp/1/p2p/{me}",))
-    thread = NetworkThread(ticket, PeerConfig(folder=tmp_path), on_event)
+    thread = Session(ticket, PeerConfig(folder=tmp_path), on_event)
     with pytest.raises(ValueError, match="disk is full"):
         thread.on_event(ev.Warned(at=0.0, peer=me, text="something"))
     with pytest.raises(ValueError, match="disk is full"):
-        thread.check()
+        raise cast(Exception, thread.failure)
     thread.close()
 
 
@@ -589,11 +569,11 @@ def test_a_callback_whose_terminal_is_gone_ends_nothing(tmp_path: Path, number: 
         raise OSError(number, "nobody reads it")
 
     me = Identity.load_or_create(tmp_path / "identity").peer_id
-    thread = NetworkThread(
+    thread = Session(
         Ticket(bytes(32), me, (f"/ip4/127.0.0.1/tcp/1/p2p/{me}",)), PeerConfig(folder=tmp_path), on_event
     )
     thread.on_event(ev.Warned(at=0.0, peer=me, text="something"))
-    thread.check()
+    assert thread.failure is None
     thread.close()
 
 
@@ -627,26 +607,20 @@ class Scales(nn.Module):
         self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
 
 
-def of_dtype(dtype: torch.dtype) -> Callable[[], nn.Module]:
-    return lambda: plain().to(dtype)
+def across(values: Tensor) -> Tensor:
+    """The same values, column by column in memory."""
+    return values.t().contiguous().t()
 
 
-def mixed() -> nn.Module:
-    model = plain()
-    model[0].to(torch.bfloat16)
-    return model
+def altered(change: Callable[[Any], Any]) -> Callable[[], nn.Module]:
+    """The plain model after a change."""
 
+    def made() -> nn.Module:
+        model = plain()
+        change(model)
+        return model
 
-def partly_frozen() -> nn.Module:
-    model = plain()
-    model[0].requires_grad_(False)
-    return model
-
-
-def transposed() -> nn.Module:
-    model = plain()
-    model[0].weight.data = model[0].weight.data.t().contiguous().t()
-    return model
+    return made
 
 
 def one_buffer() -> nn.Module:
@@ -660,40 +634,26 @@ def one_buffer() -> nn.Module:
     return model
 
 
-def compiled() -> nn.Module:
-    return cast(nn.Module, torch.compile(plain(), backend="eager"))
-
-
-def compiled_in_part() -> nn.Module:
-    model = plain()
-    model[2] = checkpoint_wrapper(torch.compile(model[2], backend="eager"))
-    return model
-
-
-def weight_normed() -> nn.Module:
-    model = plain()
-    nn.utils.parametrizations.weight_norm(model[0])
-    return model
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": plain,
     "tied": Tied,
     "a shared module": Shared,
     "odd sizes, and a layer called module": Scales,
-    "bfloat16": of_dtype(torch.bfloat16),
-    "float16": of_dtype(torch.float16),
-    "float64": of_dtype(torch.float64),
-    "mixed dtypes": mixed,
-    "partly frozen": partly_frozen,
-    "not contiguous": transposed,
+    "bfloat16": lambda: plain().to(torch.bfloat16),
+    "float16": lambda: plain().half(),
+    "float64": lambda: plain().double(),
+    "mixed dtypes": altered(lambda model: model[0].to(torch.bfloat16)),
+    "partly frozen": altered(lambda model: model[0].requires_grad_(False)),
+    "not contiguous": altered(lambda model: setattr(model[0].weight, "data", across(model[0].weight.data))),
     "views of one buffer": one_buffer,
     "channels last": lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
     "recurrent": lambda: nn.LSTM(3, 5, 2),
     "batch norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
-    "weight norm": weight_normed,
-    "compiled": compiled,
-    "compiled and checkpointed in part": compiled_in_part,
+    "weight norm": altered(lambda model: nn.utils.parametrizations.weight_norm(model[0])),
+    "compiled": lambda: cast(nn.Module, torch.compile(plain(), backend="eager")),
+    "compiled and checkpointed in part": altered(
+        lambda model: model.__setitem__(2, checkpoint_wrapper(torch.compile(model[2], backend="eager")))
+    ),
     "DataParallel": lambda: nn.DataParallel(plain()),
     "TorchScript": lambda: torch.jit.script(plain()),
 }
@@ -783,9 +743,11 @@ def changed(change: Callable[[nn.Sequential], None], early: bool = True) -> Call
     return made
 
 
-def retype(dtype: torch.dtype) -> Callable[[nn.Sequential], None]:
+def weight(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Sequential], None]:
+    """Another first weight, made of the one that is there."""
+
     def change(model: nn.Sequential) -> None:
-        model[0].weight = nn.Parameter(model[0].weight.detach().to(dtype))
+        model[0].weight = nn.Parameter(make(model[0].weight.detach()))
 
     return change
 
@@ -803,27 +765,11 @@ def overlap(model: nn.Sequential) -> None:
     )
 
 
-def expand(model: nn.Sequential) -> None:
-    model[0].weight = nn.Parameter(torch.zeros(1, 8).expand(6, 8))
-
-
-def self_overlap(model: nn.Sequential) -> None:
-    model[0].weight = nn.Parameter(torch.zeros(13).as_strided((6, 8), (1, 1)))
-
-
-def sparse(model: nn.Sequential) -> None:
-    model[0].weight = nn.Parameter(torch.eye(6, 8).to_sparse())
-
-
 def not_finite(value: float) -> Callable[[nn.Sequential], None]:
     def change(model: nn.Sequential) -> None:
         model[2].weight.data[1, 2] = value
 
     return change
-
-
-def replace(model: nn.Sequential) -> None:
-    model[0].weight = nn.Parameter(torch.ones(6, 8))
 
 
 def in_inference_mode() -> Made:
@@ -832,29 +778,15 @@ def in_inference_mode() -> Made:
     return model, sgd(model)
 
 
-def copied() -> Made:
+def half_trained(more: bool = False) -> Made:
+    """By an optimizer of half of it; or of all and something ``more``."""
     model = plain()
-    return copy.deepcopy(model), sgd(model)
-
-
-def of_half() -> Made:
-    model = plain()
-    return model, sgd(model[0])
-
-
-def of_more() -> Made:
-    model = plain()
-    return model, torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3, 7))], lr=0.1)
+    other = [*model.parameters(), nn.Parameter(torch.ones(3, 7))] if more else model[0].parameters()
+    return model, torch.optim.SGD(other, lr=0.1)
 
 
 class Scaled(torch.Tensor):
     """A tensor with a meaning of its own, as quantisers make."""
-
-
-def special() -> Made:
-    model = plain()
-    model[0].weight = nn.Parameter(torch.ones(6, 8).as_subclass(Scaled))
-    return model, sgd(model)
 
 
 def rated(rate: Any) -> Callable[[], Made]:
@@ -883,21 +815,48 @@ REFUSED: dict[str, tuple[Callable[[], Made], str]] = {
     "frozen on meta": (frozen_meta, r"0.weight: has no values yet"),
     "a meta buffer": (meta_buffer, r"2.mask: has no values yet"),
     "lazy": (lazy, r"0.weight: has no values yet .*make one forward pass"),
-    "complex": (changed(retype(torch.complex64)), r"0.weight: is a Tensor of complex64, strided; only plain"),
-    "float8": (changed(retype(torch.float8_e4m3fn)), r"0.weight: is a Tensor of float8_e4m3fn"),
-    "sparse": (changed(sparse), r"0.weight: is a Tensor of float32, sparse_coo; .*to_dense"),
+    "complex": (
+        changed(weight(lambda one: one.to(torch.complex64))),
+        r"0.weight: is a Tensor of complex64, strided; only plain",
+    ),
+    "float8": (
+        changed(weight(lambda one: one.to(torch.float8_e4m3fn))),
+        r"0.weight: is a Tensor of float8_e4m3fn",
+    ),
+    "sparse": (
+        changed(weight(lambda one: one.to_sparse())),
+        r"0.weight: is a Tensor of float32, sparse_coo; .*to_dense",
+    ),
     "tied by data": (changed(tie_by_data), r"shares memory with (0|3).weight.*make them one parameter"),
     "overlapping": (changed(overlap), r"2.weight: shares memory with 0.weight"),
-    "expanded": (changed(expand), r"0.weight: .*memory of their own"),
-    "strided over itself": (changed(self_overlap), r"0.weight: .*memory of their own"),
-    "a special tensor": (special, r"0.weight: is a Scaled of float32"),
+    "expanded": (changed(weight(lambda one: one[:1].expand(6, 8))), r"0.weight: .*memory of their own"),
+    "strided over itself": (
+        changed(weight(lambda one: one.as_strided((6, 8), (1, 1)))),
+        r"0.weight: .*memory of their own",
+    ),
+    "a special tensor": (
+        changed(weight(lambda one: one.as_subclass(Scaled))),
+        r"0.weight: is a Scaled of float32",
+    ),
     "made in inference mode": (in_inference_mode, r"0.weight: is a Tensor of float32, strided; .*leaves"),
     "NaN": (changed(not_finite(float("nan"))), r"2.weight: has values that are not finite"),
     "Inf": (changed(not_finite(float("-inf"))), r"2.weight: has values that are not finite"),
-    "an optimizer of another copy": (copied, r"holds none of the model's parameters \(0.weight"),
-    "replaced after the optimizer": (changed(replace, early=False), r"0.weight: is trained by no group"),
-    "an optimizer of half": (of_half, r"2.weight: is trained by no group of the optimizer.*requires_grad_"),
-    "an optimizer of more": (of_more, r"trains a parameter of shape \(3, 7\) that is not the model's"),
+    "an optimizer of another copy": (
+        lambda: (copy.deepcopy(plain()), sgd(plain())),
+        r"holds none of the model's parameters \(0.weight",
+    ),
+    "replaced after the optimizer": (
+        changed(weight(torch.ones_like), early=False),
+        r"0.weight: is trained by no group",
+    ),
+    "an optimizer of half": (
+        half_trained,
+        r"2.weight: is trained by no group of the optimizer.*requires_grad_",
+    ),
+    "an optimizer of more": (
+        lambda: half_trained(more=True),
+        r"trains a parameter of shape \(3, 7\) that is not the model's",
+    ),
     "a rate of 0": (rated(0.0), r"optimizer: param_groups\[0\]: has the learning rate 0.0; give it the rate"),
     "a rate that is NaN": (rated(float("nan")), r"param_groups\[0\]: has the learning rate nan"),
     "a negative rate": (rated(-0.1), r"param_groups\[0\]: has the learning rate -0.1"),
@@ -914,16 +873,6 @@ def test_what_cannot_be_exchanged_is_refused_by_name_before_the_network_is_used(
     unused = Connection(UNUSED, PeerConfig())
     with pytest.raises(ConfigError, match=words):
         unused.start(model, optimizer)
-
-
-def test_a_whole_model_is_refused_in_a_run_with_stages() -> None:
-    """Its peers would take this one for a neighbour, and it them for its group."""
-    run = RunConfig(name="staged", recipe="own-loop", pipeline=PipelineConfig(stages=2))
-    network = SimpleNamespace(run=run, holds=Held())
-    model = plain()
-    connection = Connection(cast(NetworkThread, SimpleNamespace(network=network, warn=print)), PeerConfig())
-    with pytest.raises(ConfigError, match=r"pipeline.stages: is 2 in this run.*start_stage"):
-        connection.start(model, sgd(model))
 
 
 @pytest.fixture
@@ -1021,11 +970,10 @@ def test_a_schedule_is_tried_once_at_the_start(schedule: Any, words: str) -> Non
 )
 def test_a_whole_model_and_a_stage_are_not_taken_for_each_other(stages: int, stage: int, words: str) -> None:
     """It would train alone under the run's name, and be taken for a peer of the first stage."""
-    network = SimpleNamespace(run=RunConfig(pipeline=PipelineConfig(stages=stages)), holds=Held())
-    thread = cast(NetworkThread, SimpleNamespace(warn=print, network=network))
+    part = whole_of(RunConfig(pipeline=PipelineConfig(stages=stages)))
     model = plain()
     with pytest.raises(ConfigError, match=words):
-        Connection(thread, PeerConfig(stage=stage)).start(model, sgd(model))
+        Connection(part, PeerConfig(stage=stage)).start(model, sgd(model))
 
 
 # ---- a stage that waits for others

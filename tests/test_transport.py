@@ -10,12 +10,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-import grpc
-import grpc.aio
 import pytest
 
 from p2p_co2.errors import (
@@ -25,19 +21,17 @@ from p2p_co2.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from p2p_co2.net.transport.admission import MAX_INBOUND_LINKS_PER_PEER, Admission
+from p2p_co2.net.transport.admission import MAX_INBOUND_LINKS_PER_PEER
 from p2p_co2.net.transport.base import Dials
 from p2p_co2.net.transport.grpc_carrier import (
-    METHOD,
-    TARGET_NAME,
     GrpcCarrier,
     fetch_certificate,
     make_certificate,
 )
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.limits import HELLO_WINDOW_S, MAX_MESSAGE_BYTES
+from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.wire.messages_pb2 import PeerRecord
-from tests.transport_peers import BOTH, PATIENCE_S, RUN, Peer, open_pair, open_peer, until
+from tests.transport_peers import BOTH, PATIENCE_S, RUN, open_pair, open_peer, until
 
 # ---- laws
 
@@ -249,63 +243,7 @@ async def test_a_killed_process_is_noticed_while_idle(kind: str, tmp_path: Path)
         await child.communicate()
 
 
-# ---- what gRPC has of its own: a hostile client that speaks it by hand, TLS, ports
-
-
-@asynccontextmanager
-async def raw_grpc(b: Peer) -> AsyncIterator[grpc.aio.StreamUnaryCall]:
-    """A call to ``b`` that sends what it likes."""
-    carrier = b.carrier
-    assert isinstance(carrier, GrpcCarrier)
-    pem = await fetch_certificate("127.0.0.1", carrier.port, carrier.certificate_digest, PATIENCE_S)
-    options = [("grpc.ssl_target_name_override", TARGET_NAME)]
-    credentials = grpc.ssl_channel_credentials(root_certificates=pem)
-    async with grpc.aio.secure_channel(f"127.0.0.1:{carrier.port}", credentials, options=options) as channel:
-        call = channel.stream_unary(METHOD)()
-        yield call
-        call.cancel()
-
-
-def hello_for(
-    b: Peer, *, to: PeerId | None = None, digest: bytes | None = None, at: float | None = None
-) -> bytes:
-    admission = Admission(Identity.generate(), RUN, lambda: time.time() if at is None else at)
-    return admission.hello(
-        to or b.identity.peer_id, b.record.certificate_digest if digest is None else digest
-    )
-
-
-async def test_grpc_refuses_hostile_hellos(tmp_path: Path) -> None:
-    async with open_peer("grpc", tmp_path / "b") as b:
-        forged = bytearray(hello_for(b))
-        forged[-1] ^= 1
-        for hello, reason in (
-            (bytes(forged), "wrong signature"),
-            (hello_for(b, to=Identity.generate().peer_id), "wrong addressee"),
-            (hello_for(b, digest=bytes(32)), "other certificate"),
-            (hello_for(b, at=time.time() - 1.1 * HELLO_WINDOW_S), "stale hello"),
-            (b"GET / HTTP/1.1", "unreadable"),
-            (bytes(2000), "wrong hello"),
-        ):
-            async with raw_grpc(b) as call:
-                await call.write(hello)
-                assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
-                assert (await call.details()).startswith(reason)
-            assert b.reasons[-1] == reason
-        assert all(sender is None for sender, _ in b.refused)
-        assert not b.received
-
-
-@pytest.mark.parametrize("size", [0, MAX_MESSAGE_BYTES + 1])
-async def test_grpc_refuses_a_message_of_wrong_size(size: int, tmp_path: Path) -> None:
-    async with open_peer("grpc", tmp_path / "b") as b, raw_grpc(b) as call:
-        await call.write(hello_for(b))
-        await call.write(bytes(size))
-        assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
-        ((sender, error),) = b.refused
-        assert sender is not None
-        assert error.reason == "wrong message size"
-        assert not b.received
+# ---- what gRPC has of its own: TLS, ports
 
 
 async def test_grpc_talks_only_to_the_certificate_in_the_record(tmp_path: Path) -> None:

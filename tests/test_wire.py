@@ -102,12 +102,6 @@ def test_any_changed_byte_breaks_the_seal(content: bytes, data: st.DataObject) -
     assert opened == (ME.peer_id, content)  # protobuf has more than one spelling for the same fields
 
 
-@given(st.binary(max_size=100))
-def test_any_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(RemoteProtocolError):
-        unseal(CONTEXT, data)
-
-
 @given(st.text(max_size=80))
 def test_any_text_is_refused_as_a_peer(text: str) -> None:
     with pytest.raises(RemoteProtocolError):

@@ -127,7 +127,8 @@ class Bench:
     def commit(self, fragment: int, by: str = "me") -> None:
         """The round of this peer's last offer for ``fragment`` commits, with one peer alone in the mean."""
         offer = [offer for offer in self.wire.offers if offer.fragment == fragment][-1]
-        parts = (PartWeights(0, len(offer.payload) // 512, {by: offer.weight}),)
+        ids = {by: offer.offer_id} if by == "me" else {}
+        parts = (PartWeights(0, len(offer.payload) // 512, {by: offer.weight}, ids),)
         mean = AgreedMean(fragment, offer.round, offer.base_version, offer.state_digest, offer.payload, parts)
         asyncio.run(self.ledger.commit(mean))
 

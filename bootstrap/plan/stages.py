@@ -20,23 +20,22 @@ from rich.table import Table
 from rich.text import Text
 
 from bootstrap.options import PlanOptions
-from bootstrap.plan.plan import check, read_links, run_plan, seconds, size
+from bootstrap.plan.plan import check, read_links, seconds, size
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning.exchange import Link
 from p2p_co2.planning.forecast import NETWORK_BYTES, Forecast, even_fragments, forecast, setting_of
-from p2p_co2.planning.pipeline import (
+from p2p_co2.planning.pipeline import StageCost, loads_of
+from p2p_co2.planning.profiles import LinkProfile
+from p2p_co2.simnet.microbatches import Layout, StagePeer
+from p2p_co2.simnet.stage_forecast import (
     Change,
     PipelineForecast,
-    StageCost,
     StagedSetting,
     StageForecast,
-    StageMember,
     cheapest_change,
     forecast_stages,
-    loads_of,
 )
-from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.wire.limits import MAX_MEMBERS
 
 COPIES = 8
@@ -63,12 +62,8 @@ class StagedPlan:
         return NETWORK_BYTES + parameters + self.forecast.stages[stage].memory_bytes
 
 
-def run_any_plan(options: PlanOptions, say: Callable[[str], None] = print, is_brief: bool = False) -> int:
-    """Print the plan of a run, with stages or without, of one that ``is_brief`` the verdict alone; returns
-    the exit status: 1 with ``options.check`` if the verdict is no. Raises ``ConfigError`` and
-    ``EnvironmentFault``."""
-    if read_run_config(options.run_file).pipeline.stages == 1:
-        return run_plan(options, say, is_brief)
+def run_staged_plan(options: PlanOptions, say: Callable[[str], None] = print, is_brief: bool = False) -> int:
+    """As ``run_plan``, of a run with stages."""
     plan = make_staged_plan(options)
     if options.as_json:
         say(json.dumps(as_table(plan), indent=2))
@@ -108,11 +103,9 @@ def make_staged_plan(options: PlanOptions) -> StagedPlan:
         if given:
             raise ConfigError.of_option(option, f"leave it out for a run with stages: {why}")
     links, link_source = read_links(options, run.seed)
-    take_back()
     from bootstrap.plan.step import stage_costs
     from p2p_co2.tensors.device import training_device
 
-    hand_over()
     device = training_device(options.device).name
     costs, tokens, source = stage_costs(run, options.step_s, device, options.threads)
     sources = {"links": link_source, "computing": source}
@@ -120,16 +113,16 @@ def make_staged_plan(options: PlanOptions) -> StagedPlan:
     return staged_plan(run, costs, tokens, peers, sources, options.target)
 
 
-def in_stages(links: Sequence[Link], stages: int) -> tuple[tuple[StageMember, ...], ...]:
+def in_stages(links: Sequence[Link], stages: int) -> list[list[Link]]:
     """Peers over the stages, one after the other. Raises ``ConfigError`` if a stage has none."""
     if len(links) < stages:
         problem = f"{stages} stages need a peer each (got {len(links)}); two each bear that one goes"
         raise ConfigError.of_option("--peers", problem)
-    return tuple(tuple(StageMember(link) for link in links[stage::stages]) for stage in range(stages))
+    return [list(links[stage::stages]) for stage in range(stages)]
 
 
 def staged_plan(
-    run: RunConfig, costs: Sequence[StageCost], tokens: int, peers: tuple[tuple[StageMember, ...], ...],
+    run: RunConfig, costs: Sequence[StageCost], tokens: int, links: Sequence[Sequence[Link]],
     sources: dict[str, str], target: float = 0.95,
 ) -> StagedPlan:  # fmt: skip
     """``tokens``: of a microbatch. The rounds of a group take their share of its uplinks."""
@@ -140,20 +133,20 @@ def staged_plan(
                 run,
                 even_fragments(cost.parameters, run.fragments),
                 pipeline.microbatches * (cost.forward_s + cost.backward_s),
-                [member.link for member in group],
+                group,
                 train_bytes=16.0 * cost.parameters,
             )
         )
-        for cost, group in zip(costs, peers, strict=True)
+        for cost, group in zip(costs, links, strict=True)
     )
     round_s = run.clock.round_s if run.clock.mode == "time" else 0.0
-    setting = StagedSetting(
-        loads=loads_of(costs, pipeline.forward, pipeline.backward),
-        peers=peers,
-        microbatches=pipeline.microbatches,
-        tokens=tokens,
-        rounds_bytes_per_s=tuple(shown.up_bytes_per_round / round_s if round_s else 0.0 for shown in rounds),
+    taken = [shown.up_bytes_per_round / round_s if round_s else 0.0 for shown in rounds]
+    peers = tuple(
+        tuple(StagePeer(_line(link, by_rounds)) for link in group)
+        for group, by_rounds in zip(links, taken, strict=True)
     )
+    loads = loads_of(costs, pipeline.forward, pipeline.backward)
+    setting = StagedSetting(Layout(stages=loads, microbatches=pipeline.microbatches, tokens=tokens), peers)
     return StagedPlan(
         run=run,
         costs=tuple(costs),
@@ -166,6 +159,15 @@ def staged_plan(
     )
 
 
+def _line(link: Link, by_rounds: float) -> LinkProfile:
+    """What the rounds of a stage's group leave of a link: they take at most an eighth of a full uplink."""
+    up_bytes_per_s = link.up_bytes_per_s - min(by_rounds, link.up_bytes_per_s / 8)
+    down_bits_per_s = round(8 * link.down_bytes_per_s)
+    latency_ms = 500 * link.round_trip_s
+    up_bits_per_s = round(8 * up_bytes_per_s)
+    return LinkProfile("planned", up_bits_per_s, down_bits_per_s, latency_ms, 0.0, link.loss, "open")
+
+
 def as_table(plan: StagedPlan) -> dict[str, Any]:
     """The plan as plain JSON."""
     shown = plan.forecast
@@ -175,8 +177,8 @@ def as_table(plan: StagedPlan) -> dict[str, Any]:
             "binding": stage.binding,
             "memory_bytes": plan.memory_bytes(number),
             "parameters": plan.costs[number].parameters,
-            "ahead_bytes": plan.setting.loads[number].ahead_bytes,
-            "back_bytes": plan.setting.loads[number].back_bytes,
+            "ahead_bytes": plan.setting.layout.stages[number].ahead_bytes,
+            "back_bytes": plan.setting.layout.stages[number].back_bytes,
             "round_up_bytes": plan.rounds[number].up_bytes_per_round,
         }
         for number, stage in enumerate(shown.stages)
@@ -216,11 +218,11 @@ def troubles(plan: StagedPlan) -> list[str]:
     found = []
     run = plan.run
     for number, stage in enumerate(plan.forecast.stages):
-        back_s = max(stage.drain_s, stage.window * stage.slowest_s)
-        if run.clock.mode == "time" and number + 1 < len(plan.costs) and back_s > run.clock.round_s:
+        if run.clock.mode == "time" and stage.away_s > run.clock.round_s:
             found.append(
-                f"stage {number}: a gradient may come back after {seconds(back_s)}, and peers give it up "
-                f"after clock.round_s = {run.clock.round_s:g}: make rounds longer or microbatches smaller"
+                f"stage {number}: a gradient may come back after {seconds(stage.away_s)}, "
+                f"and peers give it up after clock.round_s = {run.clock.round_s:g}: make rounds longer or "
+                "microbatches smaller"
             )
         if stage.replicas < run.pipeline.min_replicas:
             found.append(
@@ -247,7 +249,7 @@ def print_staged_plan(plan: StagedPlan, console: Console | None = None) -> None:
     pipeline = run.pipeline
     console.print(
         Text(
-            f"an inner step has {pipeline.microbatches} microbatches of {plan.setting.tokens} tokens; "
+            f"an inner step has {pipeline.microbatches} microbatches of {plan.setting.layout.tokens} tokens; "
             f"{pipeline.forward} forward, {pipeline.backward} back"
         )
     )
@@ -273,18 +275,22 @@ def print_staged_plan(plan: StagedPlan, console: Console | None = None) -> None:
         console.print(Text(trouble, style="red"))
 
 
+def _sent(count: int) -> str:
+    return size(count) if count else "-"
+
+
 _ROWS: tuple[tuple[str, Callable[[StagedPlan, int, StageForecast], str]], ...] = (
     ("peers", lambda p, n, s: str(s.replicas)),
     ("parameters", lambda p, n, s: f"{p.costs[n].parameters:,}"),
     ("memory of a peer", lambda p, n, s: size(p.memory_bytes(n))),
-    ("sends forward", lambda p, n, s: size(p.setting.loads[n].ahead_bytes) if s.away_s else "-"),
-    ("sends back", lambda p, n, s: size(p.setting.loads[n].back_bytes) if n else "-"),
+    ("sends forward", lambda p, n, s: _sent(p.setting.layout.stages[n].ahead_bytes)),
+    ("sends back", lambda p, n, s: _sent(p.setting.layout.stages[n].back_bytes)),
     ("computes", lambda p, n, s: seconds(s.compute_s)),
     ("takes on the uplink", lambda p, n, s: seconds(s.uplink_s)),
     ("takes on the downlink", lambda p, n, s: seconds(s.downlink_s)),
     ("at once on the way, at most", lambda p, n, s: str(s.window)),
     ("its pace is set by", lambda p, n, s: s.binding),
-    ("drain, per inner step", lambda p, n, s: seconds(s.drain_s)),
+    ("waits for gradients, per inner step", lambda p, n, s: seconds(s.drain_s)),
     ("compute utilisation", lambda p, n, s: f"{s.utilisation:.0%}"),
     ("uplink used", lambda p, n, s: f"{s.uplink_share:.0%}"),
     ("a round of its group sends", lambda p, n, s: size(p.rounds[n].up_bytes_per_round)),

@@ -22,7 +22,13 @@ from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.pipeline import StageCost
 from p2p_co2.recipes import InnerStep, Recipe, StageSize, load_recipe, stage_sizes
 from p2p_co2.recipes.stages import Stages
-from p2p_co2.tensors.device import training_device
+from p2p_co2.tensors.device import (
+    await_computed,
+    is_accelerator,
+    memory_bytes,
+    most_used_bytes,
+    training_device,
+)
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.stages import StageReplica
 from p2p_co2.trainer.stages.work import Crossings
@@ -60,7 +66,7 @@ def load_model(run: RunConfig, device: str) -> tuple[Recipe, tuple[int, ...]]:
 def gpu_memory_bytes(device: str) -> float:
     """What a GPU has in all; 0 if there is none."""
     try:
-        return float(torch.cuda.mem_get_info(device)[1])
+        return float(memory_bytes(device)[1])
     except (RuntimeError, AssertionError, ValueError):
         return 0.0
 
@@ -89,8 +95,7 @@ def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepM
     tokens = 0
     began_at = at = time.perf_counter()
     while (taken := step.take(batches)) is not None:
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
+        await_computed(device)
         now = time.perf_counter()
         times_s.append(now - at)
         at = now
@@ -102,8 +107,8 @@ def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepM
     threads = torch.get_num_threads()
     how = f"measured here, the quickest tenth of {len(times_s)} steps, {threads} threads, {where}"
     largest_bytes = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if device.startswith("cuda"):
-        largest_bytes = float(torch.cuda.max_memory_reserved(device))
+    if is_accelerator(device):
+        largest_bytes = most_used_bytes(device)
     return StepMeasure(step_s, tokens, largest_bytes, how)
 
 
@@ -191,6 +196,5 @@ def _measured(
 
 
 def _now(device: str) -> float:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
+    await_computed(device)
     return time.perf_counter()

@@ -22,11 +22,6 @@ _TONES = {RunState.HEALTHY: "good", RunState.ALONE: "odd", RunState.DEGRADED: "o
 """Of the run's state; the word itself says it too."""
 
 
-def own_peer(facts: SwarmFacts) -> PeerFacts | None:
-    """The reader's own; None if it has none, or it has not been heard."""
-    return next((peer for peer in facts.peers if facts.me and peer.peer == facts.me), None)
-
-
 class OwnCard:
     """What the reader's own peer does and has given."""
 
@@ -38,14 +33,14 @@ class OwnCard:
         self.set(facts)
 
     def set(self, facts: SwarmFacts) -> None:
-        peer = own_peer(facts)
+        peer = facts.own
         name = plain(peer.label, 40) if peer is not None else f"~{facts.me[-6:]}"
         self._title.text = f"You: {name}"
         self._tiles.set(own_told(facts))
 
 
 def own_told(facts: SwarmFacts) -> Told:
-    peer = own_peer(facts)
+    peer = facts.own
     last = facts.my_exchange
     if peer is None:
         nothing = ("-", "", "")
@@ -143,14 +138,14 @@ class MachineCard:
         me = self._frame.model.feed.me
         began_at = time.time() - today_s
         moved = self._frame.history.moved(me, began_at)
-        peer = own_peer(self._frame.model.facts())
+        peer = self._frame.model.facts().own
         cap = None if peer is None else peer.upload_cap_bytes_per_s
         return machine_told(found, at_least_told(moved, peer, began_at), today_s, cap)
 
 
 def at_least_told(moved: tuple[float, float], peer: PeerFacts | None, since: float) -> tuple[float, float]:
-    """``moved`` (bytes sent and received, as a history has them), or what the peer says of itself where it is
-    more: no board may have been there, and a peer that came after ``since`` moved all of it since then."""
+    """``moved``, bytes sent and received as a history has them, or what the peer says of itself where it is
+    more. No board may have been there; a peer that came after ``since`` moved all of it since then."""
     if peer is None or peer.joined_at is None or peer.joined_at < since:
         return moved
     return max(moved[0], peer.up_bytes), max(moved[1], peer.down_bytes)

@@ -4,27 +4,40 @@ exchange. ``run_page`` has the page of the run."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from nicegui import ui
-from pydantic.fields import FieldInfo
 
 from monitoring import charts
 from monitoring.board.cards import MachineCard, OwnCard, RunCard
-from monitoring.board.shell import Chart, Columns, Frame, Page, Table, Told, Trends, block, card, choice, text
-from monitoring.facts import (
-    ENDED,
-    ONLINE,
-    PeerFacts,
-    PipelineFacts,
-    RoundFacts,
-    StageFacts,
-    SwarmFacts,
-    Trouble,
+from monitoring.board.shell import BoardTable, Chart, Frame, Page, Told, Trends, block, card, text
+from monitoring.columns import (
+    COUNT,
+    FAST_RATE,
+    HUNDREDTHS,
+    MILLISECONDS,
+    PEER,
+    STAGE,
+    TEXT,
+    VOLUME,
+    Column,
 )
+from monitoring.facts import ENDED, OF_STAGES, ONLINE, PeerFacts, RoundFacts, StageFacts, SwarmFacts, Trouble
 from monitoring.history import AGREED, MAX_LINES, SWARM, Happening
-from monitoring.words import ago, clock, date, exchange, figure, links, percent, plain, size
+from monitoring.words import (
+    ago,
+    clock,
+    date,
+    exchange,
+    figure,
+    missed_advice,
+    missed_words,
+    percent,
+    plain,
+    size,
+)
 from p2p_co2.telemetry.view import numbered
 from p2p_co2.wire.limits import MAX_FRAGMENTS
 
@@ -38,6 +51,7 @@ class SwarmPage(Page):
         self._run = RunCard(facts)
         super().__init__(frame, swarm_told)
         self._shown: tuple[Trouble, ...] | None = None
+        self._over_tokens = False
         with card("What is wrong now"):
             self._troubles = ui.element("div").props("data-testid=troubles")
         self._stages = _stages_table() if frame.model.facts().stages else None
@@ -52,10 +66,13 @@ class SwarmPage(Page):
 
     def _add_controls(self) -> None:
         block("b-grow")
-        over = ("over time", "over tokens")
-        self._axis = choice("what the loss is over", over, over[0], lambda _: self.frame.redraw_soon())
+        over = {"over time": False, "over tokens": True}
+        self.frame.choice("what the loss is over", over, self._show_over)
         self.frame.axis_choice()
         self.frame.range_choice()
+
+    def _show_over(self, tokens: bool) -> None:
+        self._over_tokens = tokens
 
     def refresh(self, facts: SwarmFacts) -> None:
         super().refresh(facts)
@@ -73,35 +90,24 @@ class SwarmPage(Page):
         palette = self.frame.palette
         (since, until) = self.frame.span(facts)
         rows, agreed = (history.series(key, since, until) for key in (SWARM, AGREED))
-        over_tokens = self._axis.value == "over tokens"
-        look = self.frame.look
-        marks = self.frame.marks()
-        drawn = charts.loss(palette, rows, agreed, over_tokens=over_tokens, look=look, marks=marks)
-        self._loss.set(drawn)
+        self._loss.set(charts.loss(
+            palette, rows, agreed, over_tokens=self._over_tokens, look=self.frame.look,
+            marks=self.frame.marks(),
+        ))  # fmt: skip
         self._trends.set(self.frame, rows)
         if self._stages is not None:
             self._stages.set(facts.stages)
 
 
-def _stages_table() -> Table:
+def _stages_table() -> BoardTable:
     """A row for each stage of a run with several."""
     hint = "from the first to the last; hops: the median link while microbatches are under way, own word"
+    shown = ("stage", "replicas", "apart", "tokens_per_s", "queue", "waiting", "dropped", "forward", "back",
+             "hop", "committed", "waits_for")  # fmt: skip
+    columns = [STAGE[name] for name in shown]
+    columns.insert(2, Column("Is", TEXT, _staffed))
     with card("Stages", hint):
-        return Table("stages", (
-            ("Stage", 0, lambda stage: stage.stage),
-            ("Replicas", 0, lambda stage: stage.replicas),
-            ("Is", -1, _staffed),
-            ("Versions apart", 0, lambda stage: stage.versions_apart),
-            ("Tokens/s", 0, lambda stage: round(stage.tokens_per_s)),
-            ("Queue", 0, lambda stage: stage.waiting),
-            ("Waiting (%)", 1, lambda stage: _times(stage.waiting_share, 100)),
-            ("Dropped", 0, lambda stage: stage.dropped),
-            ("Forward (kB/s)", 0, lambda stage: _times(stage.forward_bytes_per_s, 1e-3)),
-            ("Back (kB/s)", 0, lambda stage: _times(stage.back_bytes_per_s, 1e-3)),
-            ("Hop (ms)", 1, lambda stage: _times(stage.forward_round_trip_s, 1e3)),
-            ("Exchanges", 0, lambda stage: stage.rounds_committed),
-            ("Idle because of", -1, lambda stage: plain(stage.waits_for, 60)),
-        ), rows_a_page=0)  # fmt: skip
+        return BoardTable("stages", columns, rows_a_page=0)
 
 
 def _staffed(stage: StageFacts) -> str:
@@ -192,6 +198,7 @@ def staleness_told(facts: SwarmFacts) -> Told:
         "staleness-mean": ("Mean staleness", figure(facts.staleness_mean, 2), "outer steps", applied),
         "delay": ("Send to apply", delay, "inner steps", "mean over all applied"),
         "late": ("Late or partial exchanges", odd, "", of),
+        "missed": ("Slices not counted", missed_words(facts.missed) or "0", "", missed_advice(facts.missed)),
         "oldest": ("Oldest fragment", clock(oldest), "min:s", f"on {label}" if label else ""),
     }
 
@@ -205,30 +212,17 @@ class BandwidthPage(Page):
             self._traffic = Chart("chart-traffic", "Traffic")
         hint = "floor: what a round asks of the average member, each direction; own word"
         with card("Peers", hint):
-            self._peers = Table("traffic", (
-                ("Peer", -1, lambda peer: plain(peer.label, 32)),
-                ("Up (kB/s)", 1, lambda peer: _times(peer.up_bytes_per_s, 1e-3)),
-                ("Down (kB/s)", 1, lambda peer: _times(peer.down_bytes_per_s, 1e-3)),
-                ("Upload cap (kB/s)", 1, lambda peer: _times(peer.upload_cap_bytes_per_s, 1e-3)),
-                ("Floor (kB/s)", 1, lambda peer: _times(peer.needed_bytes_per_s, 1e-3)),
-                ("Sent (MB)", 1, lambda peer: peer.up_bytes / 1e6),
-                ("Received (MB)", 1, lambda peer: peer.down_bytes / 1e6),
-                ("Hidden (s)", 1, lambda peer: peer.hidden_s),
-                ("Exposed (s)", 1, lambda peer: peer.exposed_s),
-            ), to=_place_of, is_mine=self._is_mine)  # fmt: skip
-        self._hops = _hops_table() if frame.model.facts().stages else None
+            shown = ("peer", "up", "down", "cap", "floor", "sent", "received", "hidden", "exposed")
+            self._peers = _peers_table(frame, "traffic", [PEER[name] for name in shown])
+        self._hops = None
+        if frame.model.facts().stages:
+            hint = (
+                "activations go forward, gradients back; the median link while they are under way, own word"
+            )
+            with card("Hops between stages", hint):
+                self._hops = BoardTable("hops", _HOPS, rows_a_page=0)
         with card("Links", "as their senders measured them, about every ten seconds"):
-            self._links = Table("links-table", (
-                ("From", -1, lambda link: link[0]), ("To", -1, lambda link: link[1]),
-                ("Mbit/s", 2, lambda link: _times(link[2].bytes_per_s, 8e-6)),
-                ("Round trip (ms)", 1, lambda link: _times(link[2].round_trip_s, 1e3)),
-                ("Carrier", -1, lambda link: plain(link[2].carrier, 12)),
-                ("Way", -1, lambda link: "relayed" if link[2].relayed else "direct"),
-                ("Sent (MB)", 1, lambda link: link[2].sent_bytes / 1e6),
-            ), search=True)  # fmt: skip
-
-    def _is_mine(self, peer: PeerFacts) -> bool:
-        return peer.peer == self.frame.model.feed.me
+            self._links = BoardTable("links-table", _LINKS, search=True)
 
     def redraw(self, facts: SwarmFacts) -> None:
         rows = self.frame.history.series(SWARM, *self.frame.span(facts))
@@ -237,7 +231,7 @@ class BandwidthPage(Page):
         marks = self.frame.marks()
         drawn = charts.over_time(self.frame.palette, rows, lines, title=title, look=look, marks=marks)
         self._traffic.set(drawn)
-        self._peers.set(own_first(facts))
+        self._peers.set(facts.peers)
         if self._hops is not None:
             self._hops.set(itertools.pairwise(facts.stages))
         names = {peer.peer: _name_and_stage(peer) for peer in facts.peers}
@@ -253,19 +247,26 @@ def _name_and_stage(peer: PeerFacts) -> str:
     return plain(peer.label, 24) + ("" if peer.stage is None else f", stage {peer.stage}")
 
 
-def _hops_table() -> Table:
-    """A row for each two neighbouring stages."""
-    hint = "activations go forward, gradients back; the median link while they are under way, own word"
-    with card("Hops between stages", hint):
-        return Table("hops", (
-            ("Between", -1, lambda hop: f"stage {hop[0].stage} and {hop[1].stage}"),
-            ("Forward (Mbit/s)", 2, lambda hop: _times(hop[0].forward_bytes_per_s, 8e-6)),
-            ("Back (Mbit/s)", 2, lambda hop: _times(hop[1].back_bytes_per_s, 8e-6)),
-            ("Round trip (ms)", 1, lambda hop: _times(hop[0].forward_round_trip_s, 1e3)),
-            ("And back (ms)", 1, lambda hop: _times(hop[1].back_round_trip_s, 1e3)),
-            ("Sent forward (MB)", 1, lambda hop: hop[0].forward_bytes / 1e6),
-            ("Sent back (MB)", 1, lambda hop: hop[1].back_bytes / 1e6),
-        ), rows_a_page=0)  # fmt: skip
+_HOPS = (
+    Column("Between", TEXT, lambda hop: f"stage {hop[0].stage} and {hop[1].stage}"),
+    Column("Forward", FAST_RATE, lambda hop: hop[0].forward_bytes_per_s),
+    Column("Back", FAST_RATE, lambda hop: hop[1].back_bytes_per_s),
+    Column("Round trip", MILLISECONDS, lambda hop: hop[0].forward_round_trip_s),
+    Column("And back", MILLISECONDS, lambda hop: hop[1].back_round_trip_s),
+    Column("Sent forward", VOLUME, lambda hop: hop[0].forward_bytes),
+    Column("Sent back", VOLUME, lambda hop: hop[1].back_bytes),
+)
+"""Of two neighbouring stages."""
+_LINKS = (
+    Column("From", TEXT, lambda link: link[0]),
+    Column("To", TEXT, lambda link: link[1]),
+    Column("Rate", FAST_RATE, lambda link: link[2].bytes_per_s),
+    Column("Round trip", MILLISECONDS, lambda link: link[2].round_trip_s),
+    Column("Carrier", TEXT, lambda link: plain(link[2].carrier, 12)),
+    Column("Way", TEXT, lambda link: "relayed" if link[2].relayed else "direct"),
+    Column("Sent", VOLUME, lambda link: link[2].sent_bytes),
+)
+"""Of (name of the sender, of the receiver, ``LinkFacts``)."""
 
 
 def bandwidth_told(facts: SwarmFacts) -> Told:
@@ -285,17 +286,12 @@ def bandwidth_told(facts: SwarmFacts) -> Told:
     }
 
 
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else round(value * factor, 3)
-
-
-def own_first(facts: SwarmFacts) -> list[PeerFacts]:
-    """All peers, the reader's own before the others."""
-    return sorted(facts.peers, key=lambda peer: not facts.me or peer.peer != facts.me)
-
-
-def _place_of(peer: PeerFacts) -> str:
-    return f"/peer/{peer.peer}"
+def _peers_table(frame: Frame, test_id: str, columns: Sequence[Column], **more: Any) -> BoardTable:
+    """Whose rows lead to the peers' pages; the reader's own is tinted."""
+    me = frame.model.feed.me
+    return BoardTable(
+        test_id, columns, to=lambda peer: f"/peer/{peer.peer}", is_mine=lambda peer: peer.peer == me, **more
+    )
 
 
 class PeersPage(Page):
@@ -303,28 +299,18 @@ class PeersPage(Page):
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
-        of_stages: Columns = (
-            ("Stage", 0, lambda peer: peer.stage),
-            ("Waiting (%)", 1, lambda peer: peer.pipeline and _times(peer.pipeline.waiting_share, 100)),
-        ) if frame.model.facts().stages else ()  # fmt: skip
+        of_stages = ("stage", "waiting") if frame.model.facts().stages else ()
+        shown = ("peer", "state", *of_stages, "device", "tokens", "share", "tokens_per_s", "loss",
+                 "staleness", "missed", "used", "up", "links", "software")  # fmt: skip
+        columns = [
+            *(PEER[name] for name in shown),
+            Column("Seen, s ago", COUNT, self._seen_s),
+            PEER["joined"],
+            Column("Left, and why", TEXT, lambda peer: plain(peer.reason, 90) * (peer.state in ENDED)),
+        ]
         with card("Peers", controls=self._add_count):
-            self._table = Table("peers-table", (
-                ("Peer", -1, lambda peer: plain(peer.label, 32)), ("State", -1, lambda peer: peer.state),
-                *of_stages,
-                ("Device", -1, lambda peer: plain(peer.device, 16)),
-                ("Tokens, own word", 0, lambda peer: peer.tokens),
-                ("Share, counted (%)", 2, lambda peer: _times(peer.share_counted, 100)),
-                ("Tokens/s", 0, lambda peer: round(peer.tokens_per_s)),
-                ("Training loss", 3, lambda peer: _times(peer.loss, 1)),
-                ("Staleness (outer steps)", 2, lambda peer: _times(peer.staleness_mean, 1)),
-                ("Used (%)", 1, lambda peer: _times(peer.utilisation, 100)),
-                ("Up (kB/s)", 1, lambda peer: _times(peer.up_bytes_per_s, 1e-3)),
-                ("Links", -1, lambda peer: links(peer.carriers)),
-                ("Software", -1, lambda peer: plain(peer.software, 24)),
-                ("Seen, s ago", 0, self._seen_s), ("Joined", -1, lambda peer: date(peer.joined_at)),
-                ("Left, and why", -1, lambda peer: plain(peer.reason, 90) if peer.state in ENDED else ""),
-            ), to=_place_of, search=True, on_phone=("Peer", "State", "Share, counted (%)", "Links"),
-            is_mine=lambda peer: peer.peer == frame.model.feed.me)  # fmt: skip
+            on_phone = ("Peer", "State", PEER["share"].heading, "Links")
+            self._table = _peers_table(frame, "peers-table", columns, search=True, on_phone=on_phone)
             words = "Tokens, loss, rates and utilisation are a peer's own word. Its share is counted by the "
             text("b-foot", words + "group: weights in commits that more than half of its peers signed.")
 
@@ -339,7 +325,7 @@ class PeersPage(Page):
         self._count.text = f"{facts.peers_online} online of {facts.peers_known} known"
 
     def redraw(self, facts: SwarmFacts) -> None:
-        self._table.set(own_first(facts))
+        self._table.set(facts.peers)
 
 
 class PeerPage(Page):
@@ -355,10 +341,10 @@ class PeerPage(Page):
         self._trends = Trends("chart-peer")
         with card("What is known of it"):
             columns = [
-                (heading, -1, lambda row, name=name: row[name])
-                for heading, name in (("Fact", "name"), ("Value", "value"), ("What it is", "what"))
+                Column(heading, TEXT, itemgetter(place))
+                for place, heading in enumerate(("Fact", "Value", "What it is"))
             ]
-            self._known = Table("peer-facts", columns, rows_a_page=0)
+            self._known = BoardTable("peer-facts", columns, rows_a_page=0)
         with card("What happened at it"):
             self._events = _events_table("peer-events", 15)
 
@@ -375,13 +361,12 @@ class PeerPage(Page):
         self._events.set(history.happenings(MAX_LINES, self._peer))
 
 
-def fact_rows(peer: PeerFacts) -> list[dict[str, str]]:
-    """Every fact of a peer but its links, with what it is."""
-    pipeline = () if peer.pipeline is None else _named_facts(peer.pipeline)
+def fact_rows(peer: PeerFacts) -> list[tuple[str, str, str]]:
+    """(name, value, what it is) of every fact of a peer but its links."""
     rows = []
-    for name, field, told in (*_named_facts(peer), *pipeline):
-        value = told
-        if name in {"links", "pipeline"}:
+    for name, field in type(peer).model_fields.items():
+        value = getattr(peer, name)
+        if name == "links" or (name in OF_STAGES and peer.stage is None):
             continue
         if name.endswith("_at"):
             value = date(value)
@@ -391,14 +376,8 @@ def fact_rows(peer: PeerFacts) -> list[dict[str, str]]:
             value = ", ".join(f"{plain(key, 40)}: {times}" for key, times in list(value.items())[:6])
         elif isinstance(value, tuple):
             value = ", ".join(figure(one) for one in value[:16])
-        shown = {"name": name.replace("_", " "), "value": plain(str(value), 80)}
-        rows.append({**shown, "what": field.description or ""})
+        rows.append((name.replace("_", " "), plain(str(value), 80), field.description or ""))
     return rows
-
-
-def _named_facts(told: PeerFacts | PipelineFacts) -> list[tuple[str, FieldInfo, Any]]:
-    """(name, what it is, value)"""
-    return [(name, field, getattr(told, name)) for name, field in type(told).model_fields.items()]
 
 
 class EventsPage(Page):
@@ -415,18 +394,19 @@ class EventsPage(Page):
         self._table.set(self.frame.history.happenings(MAX_LINES))
 
 
-def _events_table(test_id: str, rows_a_page: int, search: bool = False) -> Table:
+def _events_table(test_id: str, rows_a_page: int, search: bool = False) -> BoardTable:
     def place(line: Happening) -> str:
         return f"/round/{line.fragment}/{line.round}" if line.round >= 0 and line.fragment >= 0 else ""
 
-    return Table(test_id, (
-        ("At", -1, lambda line: date(line.at)), ("Kind", -1, lambda line: _kind_words(line.kind)),
-        ("What", -1, lambda line: plain(line.words, 240)),
-    ), rows_a_page, place, search, on_phone=("At", "What"))  # fmt: skip
+    def kind(line: Happening) -> str:
+        return line.kind.replace("round_", "exchange_").replace("_", " ")
 
-
-def _kind_words(kind: str) -> str:
-    return kind.replace("round_", "exchange_").replace("_", " ")
+    columns = (
+        Column("At", TEXT, lambda line: date(line.at)),
+        Column("Kind", TEXT, kind),
+        Column("What", TEXT, lambda line: plain(line.words, 240)),
+    )
+    return BoardTable(test_id, columns, rows_a_page, place, search, on_phone=("At", "What"))
 
 
 def _key_of(found: RoundFacts) -> tuple[int, int]:
@@ -446,14 +426,14 @@ class RoundPage(Page):
         super().__init__(frame, self._round_told)
 
         def seconds(name: str) -> Callable[[Any], float | None]:
-            return lambda row: _times(getattr(row[1], name, None) or None, 1)
+            return lambda row: getattr(row[1], name, None) or None
 
+        times = {"BEGIN": "begun_s", "PARTS": "parts_s", "MEAN": "means_s", "Certificate": "duration_s"}
         with card("Members", "seconds from each member's READY; work: tokens in the certificate"):
-            self._table = Table("round-members", (
-                ("Peer", -1, lambda row: row[0]), ("BEGIN", 2, seconds("begun_s")),
-                ("PARTS", 2, seconds("parts_s")), ("MEAN", 2, seconds("means_s")),
-                ("Certificate", 2, seconds("duration_s")),
-                ("Work (tokens)", 0, lambda row: None if row[2] is None else round(row[2])),
+            self._table = BoardTable("round-members", (
+                Column("Peer", TEXT, itemgetter(0)),
+                *(Column(heading, HUNDREDTHS, seconds(name)) for heading, name in times.items()),
+                Column("Work (tokens)", COUNT, itemgetter(2)),
             ))  # fmt: skip
 
     def redraw(self, facts: SwarmFacts) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 from nicegui import ui
 
 from monitoring.board.cards import RunCard
-from monitoring.board.shell import Frame, Page, Table, Told, block, card, text
+from monitoring.board.shell import BoardTable, Frame, Page, Told, block, card, text
+from monitoring.columns import TEXT, Column
 from monitoring.facts import SILENT_AFTER_S, SwarmFacts
 from monitoring.seeds import SeedFacts, ask_seeds
 from monitoring.words import clock, figure, plain
@@ -44,13 +46,13 @@ class RunPage(Page):
             text("b-hint", test_id="copied").props("role=status")
             self._about = text("b-hint b-words", test_id="invitation-about")
         with card("Seeds", "whom the invitation names, and whether this machine can dial them"):
-            self._seeds = Table("seeds", (
-                ("Seed or peer", -1, self._name_of), ("Answers", -1, _answers),
-                ("Address", -1, lambda seed: plain(seed.place, 80)),
+            self._seeds = BoardTable("seeds", (
+                Column("Seed or peer", TEXT, self._name_of), Column("Answers", TEXT, _answers),
+                Column("Address", TEXT, lambda seed: plain(seed.place, 80)),
             ), rows_a_page=0)  # fmt: skip
         with card("Settings", "what all peers of the run agree on; another setting is another run"):
-            self._settings = Table("settings", (
-                ("Setting", -1, lambda row: row[0]), ("Value", -1, lambda row: row[1]),
+            self._settings = BoardTable("settings", (
+                Column("Setting", TEXT, itemgetter(0)), Column("Value", TEXT, itemgetter(1)),
             ), rows_a_page=0)  # fmt: skip
         ui.timer(SILENT_AFTER_S, self._ask)
 

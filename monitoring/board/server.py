@@ -1,13 +1,10 @@
 """The board as a process: binds, guards, ticks, serves pages, ``/metrics`` and ``/api/swarm``. NiceGUI keeps
 one application per process.
 
-Security: bound to loopback unless told otherwise, and then nothing is answered without the token (a cookie
-after the first visit). On loopback the Host header must name this machine, so that a web site cannot reach
-the board through a name of its own. No request may come from another site's page, beside a link to a page,
-and no page may be shown in a frame. Nothing here takes input that could reach a peer.
-
-Law: one tick a second folds what is new whoever looks; history is written in a thread, so a slow disk delays
-no page.
+Security: bound to loopback unless told otherwise, and then nothing is answered without the token. On loopback
+the Host header must name this machine, so that a web site cannot reach the board through a name of its own.
+No request may come from another site's page, beside a link to a page, and no page may be shown in a frame.
+Nothing here takes input that could reach a peer. Law: one tick a second folds what is new whoever looks.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ from monitoring.board.run_page import RunPage
 from monitoring.board.shell import PAGES, TICK_S, Frame, Page
 from monitoring.facts import SwarmFacts
 from monitoring.feeds import PastFeed
-from monitoring.history import TIERS, History
+from monitoring.history import TIERS, BoardHistory
 from monitoring.metrics import CONTENT_TYPE, FactsCollector, exposition
 from monitoring.model import Model, Recorder
 from p2p_co2.config import RunConfig
@@ -70,7 +67,7 @@ _RoundNumber = Annotated[int, PathParameter(ge=0, le=2**53)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class BoardPlace:
     """Where a board listens. ``token``: asked of everybody; "" asks nobody, allowed on loopback only."""
 
     host: str = "127.0.0.1"
@@ -78,7 +75,7 @@ class Place:
     token: str = ""
 
 
-def place_for(host: str, port: int, token: str = "") -> Place:
+def place_for(host: str, port: int, token: str = "") -> BoardPlace:
     """The place with a token where it needs one. Raises ``ConfigError`` for a host that is no address, or a
     port or a token that cannot be."""
     if not 0 <= port < 1 << 16:
@@ -91,10 +88,10 @@ def place_for(host: str, port: int, token: str = "") -> Place:
     except ValueError:
         words = f"{host!r} is no IP address to listen on; 0.0.0.0 means all of this machine"
         raise ConfigError.of_option("--host", words) from None
-    return Place(host=host, port=port, token=token or ("" if loopback else secrets.token_urlsafe(18)))
+    return BoardPlace(host=host, port=port, token=token or ("" if loopback else secrets.token_urlsafe(18)))
 
 
-def listening_socket(place: Place) -> socket.socket:
+def listening_socket(place: BoardPlace) -> socket.socket:
     """Bind it. Raises ``EnvironmentFault`` if the port is taken."""
     family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -109,7 +106,7 @@ def listening_socket(place: Place) -> socket.socket:
     return bound
 
 
-def address(place: Place, bound: socket.socket) -> str:
+def address(place: BoardPlace, bound: socket.socket) -> str:
     """What to open in a browser."""
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -240,12 +237,11 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    model: Model, history: History, bound: socket.socket, token: str = "",
+    model: Model, history: BoardHistory, bound: socket.socket, token: str = "",
     is_over: Callable[[float], bool] = lambda idle_s: False,
 ) -> None:  # fmt: skip
-    """Serve until SIGINT, SIGTERM, or ``is_over`` says so; fold what is new once a second, and write history
-    in a thread. ``bound`` and ``history`` are closed at the end. An error of ours ends the board and is
-    raised, so that pages say that they are disconnected, instead of showing for good what was true once."""
+    """Serve until SIGINT, SIGTERM, or ``is_over`` says so; closes ``bound`` and ``history``. An error of ours
+    ends the board and is raised, so that no page shows for good what was true once."""
     recorder = Recorder(model, history)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -276,7 +272,7 @@ async def serve(
             history.close()
 
 
-def run_board(feed: Feed, place: Place, history: Path | None, say: Callable[[str], None] = print) -> int:
+def run_board(feed: Feed, place: BoardPlace, history: Path | None, say: Callable[[str], None] = print) -> int:
     """Serve ``feed`` at ``place`` until SIGINT or SIGTERM; returns the exit status. Closes the feed.
 
     ``history``: the SQLite file; None keeps it in memory, and so does a place that cannot be written, which
@@ -285,7 +281,7 @@ def run_board(feed: Feed, place: Place, history: Path | None, say: Callable[[str
     with contextlib.closing(feed):
         bound = listening_socket(place)
         say(f"board: {address(place, bound)}")
-        kept = History.or_in_memory(history)
+        kept = BoardHistory.or_in_memory(history)
         if kept.trouble:
             say(f"warning: {kept.trouble}")
         asyncio.run(serve(Model(feed), kept, bound, place.token))
@@ -298,7 +294,7 @@ def run_activated(
 ) -> int:  # fmt: skip
     """Serve on an inherited loopback socket until nobody looks, or ``gone`` is set. ``journal``: what the
     feed's own peer wrote before anybody looked, to begin with."""
-    kept = History.or_in_memory(history)
+    kept = BoardHistory.or_in_memory(history)
     gone = gone or threading.Event()
     with contextlib.closing(feed):
         if journal is not None:
@@ -310,7 +306,7 @@ def run_activated(
     return 0
 
 
-def recall_journal(journal: Path, me: str, run: RunConfig | None, history: History) -> None:
+def recall_journal(journal: Path, me: str, run: RunConfig | None, history: BoardHistory) -> None:
     """Put what peer ``me`` wrote into ``journal`` since ``history`` ends into it, as if a board had been
     there. Price: two or three seconds of CPU for a full journal, and only the peer's own word."""
     now = time.time()

@@ -2,14 +2,14 @@
 nothing to show.
 
 Law: every text that may come from a peer is an element's text or a table's cell, which the browser never
-reads as markup; an element is sent again only when what it shows has changed.
+reads as markup. An element is sent again only when what it shows has changed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ from monitoring.charts import (
     MARKED,
     MAX_MARKS,
     TRENDS,
-    Look,
+    ChartLook,
     Options,
     Palette,
     over_time,
 )
+from monitoring.columns import Column
 from monitoring.facts import SwarmFacts
 from monitoring.glossary import GLOSSARY, explained
 from monitoring.history import TIERS, Happening
@@ -60,8 +61,6 @@ _NOTHING = {
 
 Told = dict[str, tuple[str, str, str, str]]
 """What tiles say, by test id: caption, number (it may bring its unit: "12 kB"), unit, line below."""
-Columns = Sequence[tuple[str, int, Callable[[Any], Any]]]
-"""Of a table: heading, decimals (-1: it is text), a cell of what the row is about."""
 _HEADING = '<q-th :props="props" :title="props.col.title || null">{{ props.col.label }}</q-th>'
 _LINK = """
 <q-td :props="props"><a v-if="props.row.to" :href="props.row.to" class="b-link">{{ props.value }}</a>
@@ -168,7 +167,7 @@ class Trends:
             self._charts[name].set(made)
 
 
-class Table:
+class BoardTable:
     """A table that is sorted, cut into pages and searched in the browser, and sent when its rows differ.
 
     ``rows_a_page``: 0 for all. ``to``: the address that a click on a row, or the link in its first cell,
@@ -177,19 +176,20 @@ class Table:
     ``is_mine``: which rows are tinted."""
 
     def __init__(
-        self, test_id: str, columns: Columns, rows_a_page: int = 25,
+        self, test_id: str, columns: Sequence[Column], rows_a_page: int = 25,
         to: Callable[[Any], str] = lambda row: "", search: bool = False,
         on_phone: Sequence[str] = (), is_mine: Callable[[Any], bool] = lambda row: False,
     ) -> None:  # fmt: skip
-        self._cells = [get for _, _, get in columns]
+        self._columns = columns
         self._to = to
         self._is_mine = is_mine
         made = [
-            {"name": str(place), "label": label, "field": str(place), "sortable": True,
-             "align": "left" if decimals < 0 else "right", ":format": _shown_with(max(0, decimals)),
-             "title": explained(label), **({"classes": "b-wide", "headerClasses": "b-wide"}
-                                           if on_phone and label not in on_phone else {})}
-            for place, (label, decimals, _) in enumerate(columns)
+            {"name": str(place), "label": one.heading, "field": str(place), "sortable": True,
+             "align": "left" if one.unit.decimals < 0 else "right",
+             ":format": _shown_with(max(0, one.unit.decimals)), "title": explained(one.heading),
+             **({"classes": "b-wide", "headerClasses": "b-wide"}
+                if on_phone and one.heading not in on_phone else {})}
+            for place, one in enumerate(columns)
         ]  # fmt: skip
         self._table = ui.table(columns=made, rows=[], row_key="key", pagination=rows_a_page or None)
         self._table.props[":rows-per-page-options"] = f"[{rows_a_page}]"
@@ -215,7 +215,7 @@ class Table:
                 "key": key,
                 "to": self._to(one),
                 "mine": self._is_mine(one),
-                **{str(place): get(one) for place, get in enumerate(self._cells)},
+                **{str(place): column.number(one) for place, column in enumerate(self._columns)},
             }
             for key, one in enumerate(told)
         ]
@@ -240,15 +240,6 @@ def card(title: str, hint: str = "", controls: Callable[[], None] = lambda: None
             caption("b-hint", hint)
         controls()
     return panel
-
-
-def choice(
-    of: str, names: Iterable[str], chosen: str, on_change: Callable[[Any], None] | None = None
-) -> ui.toggle:
-    """Buttons of which one is pressed; ``of``: what they choose."""
-    made = ui.toggle(list(names), value=chosen, on_change=on_change)
-    made.props("dense unelevated no-caps size=sm toggle-color=primary").props["aria-label"] = of
-    return made
 
 
 def _glossary() -> Element:
@@ -309,10 +300,11 @@ class Frame:
         self.model = model
         self.history = recorder.history
         self.palette: Palette = LIGHT
-        self.look = Look()
+        self.look = ChartLook()
         self._recorder = recorder
         self._range_s: float | None = None
-        self._make, self._needs_peers = make, here != "/run"  # who is alone needs the invitation most
+        self._make = make
+        self._needs_peers = here != "/run"  # who is alone needs the invitation most
         self._page: Page | None = None
         self._drawn_at = 0.0
         ui.add_css(CSS)
@@ -348,10 +340,6 @@ class Frame:
             self._drawn_at = time.monotonic()
             self._page.redraw(facts)
 
-    def redraw_soon(self) -> None:
-        """Charts are drawn again at the next tick."""
-        self._drawn_at = 0.0
-
     def span(self, facts: SwarmFacts) -> tuple[float, float]:
         """From when to when charts over time reach, unix seconds."""
         first, last = self.history.span()
@@ -365,26 +353,32 @@ class Frame:
     def range_choice(self) -> None:
         """Buttons for how smooth charts over time are drawn, and how far back they reach."""
 
-        def choose(chosen: Any) -> None:
-            self._range_s = _RANGES.get(str(chosen.value))
-            self.redraw_soon()
-
-        def smoothen(chosen: Any) -> None:
-            self.look = self.look._replace(smooth=_SMOOTH[str(chosen.value)])
-            self.redraw_soon()
+        def choose(range_s: float | None) -> None:
+            self._range_s = range_s
 
         block("b-grow")
-        choice("how smooth lines are", _SMOOTH, "as measured", smoothen)
-        choice("how far back", _RANGES, "all", choose)
+        self.choice("how smooth lines are", _SMOOTH, lambda smooth: self._look_on(smooth=smooth))
+        self.choice("how far back", _RANGES, choose, "all")
 
     def axis_choice(self) -> None:
         """Buttons for whether losses are drawn over a logarithmic axis."""
+        self.choice("axis of the loss", _AXES, lambda log: self._look_on(log=log))
 
-        def choose(chosen: Any) -> None:
-            self.look = self.look._replace(log=_AXES[str(chosen.value)])
-            self.redraw_soon()
+    def choice(
+        self, of: str, values: Mapping[str, Any], choose: Callable[[Any], None], chosen: str = ""
+    ) -> None:
+        """Buttons of which one is pressed; charts follow. ``of``: what they choose; ``chosen``: at first, the
+        first if ""."""
 
-        choice("axis of the loss", _AXES, "linear", choose)
+        def pressed(chosen: Any) -> None:
+            choose(values[str(chosen.value)])
+            self._drawn_at = 0.0
+
+        made = ui.toggle(list(values), value=chosen or next(iter(values)), on_change=pressed)
+        made.props("dense unelevated no-caps size=sm toggle-color=primary").props["aria-label"] = of
+
+    def _look_on(self, **changed: Any) -> None:
+        self.look = self.look._replace(**changed)
 
     def _set_banner(self, facts: SwarmFacts) -> None:
         said = plain(self._recorder.trouble, 300)
@@ -426,5 +420,5 @@ class Frame:
 
     def _use(self, dark: bool) -> None:
         self.palette = DARK if dark else LIGHT
-        self.redraw_soon()
+        self._drawn_at = 0.0
         self.tick()

@@ -1,15 +1,12 @@
-"""A demo or a rehearsal seen by ``monitoring``: where the command line puts the applications together.
+"""A demo or a rehearsal on a console, and the files that it leaves.
 
-It exists so that ``bootstrap`` and ``monitoring`` need not know each other. Every event of every peer is
-folded here, in the process that also starts the peers (some milliseconds per second). The summary of a
-rehearsal is the demo's with the lines added, so that they can be compared figure by figure.
+The summary of a rehearsal is the demo's with the lines added, so that they can be compared figure by figure.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,47 +16,37 @@ from typing import Any
 from rich.console import Console
 
 from bootstrap.stage import Line, RunEnd
-from monitoring.facts import Known
-from monitoring.lines import ExchangeLog, SteadyState, exchange_figures, exchange_words
+from monitoring.lines import SteadyState, exchange_figures, exchange_words
 from monitoring.report import write_report
 from monitoring.summary import RunFacts, summarise, verdict
-from monitoring.terminal import LiveTerminal, print_summary
-from monitoring.words import describe
+from monitoring.terminal import print_summary
 from p2p_co2.cli.command import Loudness
+from p2p_co2.cli.watch import ConsoleWatch
 from p2p_co2.config import RunConfig
 from p2p_co2.system.extras import missing
 from p2p_co2.system.process import program
 from p2p_co2.system.socket_activation import SocketActivation
 from p2p_co2.telemetry.events import Event
-from p2p_co2.telemetry.view import SwarmView
 
 
-class RunWatch:
-    """A ``bootstrap.stage.Watch``: the live table, and at the end summary, pictures and verdict.
+class RunWatch(ConsoleWatch):
+    """A ``bootstrap.stage.SwarmWatch``: the live table, and at the end summary, pictures and verdict.
 
     ``emulation``, ``lines``: of a rehearsal. ``board``: serve the board at a printed address meanwhile, idle
-    until somebody looks. ``loudness``: quiet shows no table, verbose says each event that has words.
+    until somebody looks.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        folder: Path,
-        emulation: str = "",
-        lines: Sequence[Line] = (),
-        board: bool = False,
-        loudness: Loudness = Loudness.NORMAL,
-    ) -> None:
+        self, config: RunConfig, folder: Path, emulation: str = "", lines: Sequence[Line] = (),
+        board: bool = False, loudness: Loudness = Loudness.NORMAL,
+    ) -> None:  # fmt: skip
+        super().__init__(None, loudness, f"{'rehearsal' if emulation else 'demo'} in {folder}", config)
         self._config = config
         self._folder = folder
         self._emulation = emulation
         self._lines = lines
-        self._place = f"{'rehearsal' if emulation else 'demo'} in {folder}"
-        self._view = SwarmView()
-        self._exchanges = ExchangeLog()
         self._steady = SteadyState(max(1, config.outer.blocking_rounds))
-        # A log file or a pipe has no width: enough for the lines that take the live table's place.
-        self._console = Console(width=None if sys.stdout.isatty() else 150)
+        self._told: set[str] = set()
         self._board: SocketActivation | None = None
         if board:
             where = missing("board")
@@ -69,32 +56,24 @@ class RunWatch:
             print(f"board: {where}", flush=True)
         if emulation:
             told = ", ".join(f"{line.peer} {line.profile.name}" for line in lines)
-            self._say(f"emulation: {emulation}; lines: {told}")
+            self.say(f"emulation: {emulation}; lines: {told}")
         clock = config.clock
-        expected_s = clock.rounds * clock.round_s if clock.mode == "time" else None
-        self._told: set[str] | None = set() if loudness is Loudness.VERBOSE else None
-        self._terminal: LiveTerminal | None = None
-        if loudness is not Loudness.QUIET:
-            self._terminal = LiveTerminal(self._console, expected_s=expected_s)
-            self._terminal.__enter__()
+        self.begin(clock.rounds * clock.round_s if clock.mode == "time" else None)
 
     def see(self, events: Sequence[Event]) -> None:
         for event in events:
-            self._view.add(event)
-            self._exchanges.add(event)
+            self.view.add(event)
             self._steady.add(event)
-            self._tell(event)
-        if self._terminal:
-            self._terminal.show(Known(self._view, time.time(), self._config, place=self._place))
+            if self.loudness is Loudness.VERBOSE:
+                self._tell(event)
+        self.show(time.time())
 
     def _tell(self, event: Event) -> None:
-        """Each event once, though every member reports it, where all are to be told."""
-        if self._told is None:
-            return
-        key, words = describe(event, self._view.labels(), self._view.stage_of(event))
+        """Each event once, though every member reports it."""
+        key, words = self.describe(event, self.view.labels())
         if words and key not in self._told:
             self._told.add(key)
-            self._say(f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {words}")
+            self.say(f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {words}")
 
     def finish(self, end: RunEnd) -> list[str]:
         """Write ``summary.json``, ``report.html`` and ``loss.png``; print the summary. Returns why the run
@@ -105,12 +84,12 @@ class RunWatch:
             loss_whole=end.loss_whole, expected_peers=end.expected_peers, software=end.software,
             text=end.text,
         )  # fmt: skip
-        summary = summarise(self._view, facts)
+        summary = summarise(self.view, facts)
         if self._emulation:
-            summary |= self._of_lines(end)
+            summary |= self._of_lines()
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        first = (self._view.started_at, 0)
-        last = (self._view.last_at, summary["tokens"])
+        first = (self.view.started_at, 0)
+        last = (self.view.last_at, summary["tokens"])
         agreed, whole = (
             [(at, tokens, loss) for (at, tokens), loss in ends if at is not None and loss is not None]
             for ends in (((first, end.loss_start), (last, end.loss_end)), ((last, end.loss_whole),))
@@ -118,11 +97,11 @@ class RunWatch:
         words = Console(file=io.StringIO(), width=120, record=True)
         print_summary(summary, words)
         left_out = write_report(self._folder, words.export_text(), agreed, whole)
-        print_summary(summary, self._console)
+        print_summary(summary, self.console)
         if self._emulation:
-            self._say(exchange_words(summary["exchanges"]))
+            self.say(exchange_words(summary["exchanges"]))
         for text in (*(f"note: {note}" for note in (*end.notes, *left_out)), f"written to {self._folder}"):
-            self._say(text)
+            self.say(text)
         # Who was killed on purpose need not have finished.
         left = {name: peer for name, peer in summary["peer_table"].items() if name not in end.killed}
         expected = summary["expected_peers"] - len(end.killed)
@@ -131,22 +110,16 @@ class RunWatch:
 
     def close(self) -> None:
         """Give the terminal and the board's port back; may be called twice."""
-        if self._terminal:
-            self._terminal.__exit__(None, None, None)
-            self._terminal = None
+        super().close()
         if self._board is not None:
             self._board.close()
 
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def _of_lines(self, end: RunEnd) -> dict[str, Any]:
+    def _of_lines(self) -> dict[str, Any]:
         profiles = {line.peer: line.profile for line in self._lines}
         since = self._steady.since() or 0.0
         return {
             "emulation": self._emulation,
-            "lines": {line.peer: {**asdict(line.profile), "address": line.address} for line in self._lines},
+            "lines": {line.peer: asdict(line.profile) for line in self._lines},
             "steady": self._steady.figures(),
-            "exchanges": exchange_figures(self._exchanges, end.traffic, profiles, since),
-            "forwarder": end.forwarded or None,
+            "exchanges": exchange_figures(self.view, (), profiles, since),
         }

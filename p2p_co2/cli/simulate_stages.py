@@ -20,8 +20,7 @@ from typing import Any
 from p2p_co2.cli.options import SimulationOptions
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.planning.exchange import link_of
-from p2p_co2.planning.pipeline import StagedSetting, StageMember, forecast_stages, loads_of
+from p2p_co2.planning.pipeline import loads_of
 from p2p_co2.planning.profiles import profile_of
 from p2p_co2.simnet.campaign import StageChurn, play_stage_storm
 from p2p_co2.simnet.microbatches import Layout, StagePeer, VirtualStages
@@ -46,10 +45,8 @@ def play_storm(options: SimulationOptions, say: Callable[[str], None] = print) -
     return 1 if world.books.violations else 0
 
 
-def world_of(
-    options: SimulationOptions, run: RunConfig, step_s: float
-) -> tuple[VirtualStages, StagedSetting]:
-    """What is to be played, and what the planner is told of it. Raises ``ConfigError``."""
+def world_of(options: SimulationOptions, run: RunConfig, step_s: float) -> VirtualStages:
+    """What is to be played. Raises ``ConfigError``."""
     from bootstrap.plan.step import stage_costs
 
     pipeline = run.pipeline
@@ -67,9 +64,7 @@ def world_of(
     layout = Layout(
         stages=loads, microbatches=pipeline.microbatches, tokens=tokens, cap_s=round_s, round_s=round_s
     )
-    members = tuple(tuple(StageMember(link_of(p.line), p.speed) for p in group) for group in peers)
-    setting = StagedSetting(loads=loads, peers=members, microbatches=pipeline.microbatches, tokens=tokens)
-    return VirtualStages(layout, peers, options.seed), setting
+    return VirtualStages(layout, peers, options.seed)
 
 
 def play(
@@ -78,7 +73,7 @@ def play(
 ) -> tuple[dict[str, Any], int]:  # fmt: skip
     """Play it and ``say`` its figures, unless they are wanted as JSON; returns them for ``summary.json``, and
     the exit status."""
-    world, setting = world_of(options, run, step_s)
+    world = world_of(options, run, step_s)
     planned_s = 3600 * options.hours
     stopped = False
 
@@ -94,7 +89,7 @@ def play(
         while not stopped and world.now < planned_s and len(world.books.made) < MOST_MICROBATCHES:
             world.run(min(10.0, planned_s - world.now))
     played_s = world.now
-    figures = figures_of(world, setting)
+    figures = figures_of(world)
     by_stage = _lines(world)
     if not stopped:
         world.end()
@@ -110,7 +105,7 @@ def play(
         words = "stopped" if stopped else f"enough after {MOST_MICROBATCHES} microbatches"
         lines.insert(0, f"ended early, {words}: {played_s:.0f} of {planned_s:.0f} virtual s")
     lines += [
-        f"tokens a second: {figures['tokens_per_s']:,.0f}; plan says {figures['planned_tokens_per_s']:,.0f}",
+        f"tokens a second: {figures['tokens_per_s']:,.0f}",
         f"events: sha256 {figures['digest']}",
         *_broken(world),
     ]
@@ -122,15 +117,12 @@ def play(
     return figures, 1 if world.books.violations else 0
 
 
-def figures_of(world: VirtualStages, setting: StagedSetting) -> dict[str, Any]:
+def figures_of(world: VirtualStages) -> dict[str, Any]:
     """By stage, of what has been played so far: plain JSON."""
-    shown = forecast_stages(setting)
     return {
         "tokens_per_s": round(world.books.tokens[0] / world.now, 3),
-        "planned_tokens_per_s": round(shown.tokens_per_s, 3),
-        "planned_binding": f"{shown.binding} of stage {shown.bottleneck}",
         "faults": dict(world.internet.faults),
-        "stages": [_stage(world, stage) for stage in range(len(setting.loads))],
+        "stages": [_stage(world, stage) for stage in range(len(world.layout.stages))],
     }
 
 

@@ -4,26 +4,29 @@
 
     trainer = lightning.Trainer(callbacks=[SwarmCallback(TICKET)], max_steps=-1)
 
-It joins when training starts, exchanges after each optimizer step (never between the micro-steps of
-``accumulate_grad_batches``), gives the training data this peer's own order, and stops the trainer when the
-run is over. Then it leaves, and the module holds the agreed parameters; a trainer that must go on, as with
+It joins when training starts and exchanges after each optimizer step, never between the micro-steps of
+``accumulate_grad_batches``. The training data gets this peer's own order. It stops the trainer when the run
+is over. Then it leaves, and the module holds the agreed parameters; a trainer that must go on, as with
 ``min_steps``, trains them further by itself. Rates are those of Lightning's schedulers, or the run's with
 ``lr_schedule``. Checkpoints: Lightning's hold the live parameters and its own counters; what the swarm has
-agreed on takes their place when training starts again.
-"""
+agreed on takes their place when training starts again."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import Tensor
 
 from p2p_co2.swarm.counting import batch_tokens
 from p2p_co2.swarm.data import reseed, warn_of_a_stream
-from p2p_co2.swarm.joining import Options, check_names, join
+from p2p_co2.swarm.joining import check_names, join
 from p2p_co2.swarm.swarm import Swarm
 from p2p_co2.system.extras import require
+from p2p_co2.tensors.private import fetcher_of
+
+if TYPE_CHECKING:
+    from p2p_co2.swarm.options import Options
 
 require("lightning", "SwarmCallback")
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402  # once it is known to be there
@@ -45,14 +48,14 @@ class SwarmCallback(Callback):
         self.swarm = join(pl_module, trainer.optimizers, **self._options)
         self._steps = trainer.global_step
         self._has_left = False
-        for loader in _fetcher_of(trainer).combined_loader.flattened:
+        for loader in fetcher_of(trainer).combined_loader.flattened:
             warn_of_a_stream(loader)
         self.on_train_epoch_start(trainer, pl_module)
-        iter(_fetcher_of(trainer))  # the first pass had begun, and workers have drawn from it
+        iter(fetcher_of(trainer))  # the first pass had begun, and workers have drawn from it
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.swarm is not None:
-            for loader in _fetcher_of(trainer).combined_loader.flattened:
+            for loader in fetcher_of(trainer).combined_loader.flattened:
                 reseed(loader, trainer.current_epoch, self.swarm.data_seed)
 
     def on_train_batch_end(
@@ -80,11 +83,6 @@ class SwarmCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self.swarm is not None:
             self.swarm.leave(error=exception)
-
-
-def _fetcher_of(trainer: Trainer) -> Any:
-    """What Lightning takes the training batches from."""
-    return trainer.fit_loop._data_fetcher
 
 
 def _loss_of(outputs: Any) -> float | Tensor:

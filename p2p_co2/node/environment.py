@@ -3,8 +3,8 @@
 In a real process these are the system's clock, ``network.Network`` and ``links.LinkPool``; in a simulation
 they are virtual. Law: the node knows the world through these alone, so the same node runs in both.
 
-A group is the peers that agree on one state: its digest is in every envelope. The run itself is a group, and
-one process may be in several over one set of carriers and one line: ``environment.beside(digest)``.
+A group is the peers that agree on one state: its digest is in every envelope. The run itself is a group. A
+process may be in several over one set of carriers and one line: ``environment.beside(group)``.
 """
 
 from __future__ import annotations
@@ -81,6 +81,38 @@ MakeLinks = Callable[[Sequence[Carrier], FindRecord, LinkObserver, asyncio.TaskG
 """How ``links.LinkPool`` is made."""
 
 
+@dataclass(frozen=True)
+class RunGroup:
+    """One of a run's groups. ``digest`` names it. ``stages``: a peer is looked for in it whose record says
+    one of these; None for any peer of the run. ``number``: the stage that its checkpoints are of; None for
+    the whole model. ``name``: in what is told of it; empty for a process's first group."""
+
+    digest: bytes
+    stages: frozenset[int] | None = None
+    number: int | None = None
+    name: str = ""
+
+    @classmethod
+    def whole(cls, run: RunConfig) -> RunGroup:
+        """All peers of the run."""
+        return cls(run.digest())
+
+    @classmethod
+    def of_stage(cls, run: RunConfig, stage: int) -> RunGroup:
+        """The replicas of ``stage``."""
+        return cls(run.stage_digest(stage), frozenset({stage}), stage)
+
+    @classmethod
+    def of_table(cls, run: RunConfig) -> RunGroup:
+        """Those that hold the table that the first stage and the last share."""
+        count = run.pipeline.stages
+        return cls(run.stage_digest(count), frozenset({0, count - 1}), count, "the tied table")
+
+    def has(self, stage: int) -> bool:
+        """Whether a peer is looked for in it whose record says ``stage``."""
+        return self.stages is None or stage in self.stages
+
+
 class GroupSwitch:
     """One process's carriers, shared by its groups: what comes in is sorted by ``Envelope.run``. What is for
     no group of ours goes to the first one, which does not read it and counts its bytes."""
@@ -88,6 +120,12 @@ class GroupSwitch:
     def __init__(self, network: PeerNetwork) -> None:
         self._network = network
         self._doors: dict[bytes, tuple[OnMessage, OnRefused, Callable[[PeerId], bool]]] = {}
+        self.elsewhere: Callable[[float, float], list[float]] = lambda now, rounds_per_s: []
+        """Positions of peers of no averaging group here that share the run's clock, in rounds; may be set."""
+
+    def leads(self, group: bytes) -> bool:
+        """Whether ``group`` is the first: it keeps the process listed, known to the seeds, and warned."""
+        return next(iter(self._doors), group) == group
 
     async def join(
         self, group: bytes, on_message: OnMessage, on_refused: OnRefused, is_known: Callable[[PeerId], bool]
@@ -117,26 +155,39 @@ class GroupSwitch:
 
 
 class Environment:
-    """What one node stands on: that of a process's first group, the run itself unless ``group`` is another;
-    ``beside`` makes that of another. ``quotas``: how fast each sender is read, whatever group it is for."""
+    """What one group's shell stands on. ``group``: the process's first, the run itself unless it is another;
+    ``beside`` makes that of a further one. ``quotas``: how fast each sender is read, whatever group it is
+    for."""
 
     def __init__(
         self, network: PeerNetwork, clock: Clock | None = None, make_links: MakeLinks = LinkPool,
-        open_message: Callable[[bytes, bytes], Opened] = opened, group: bytes = b"",
+        open_message: Callable[[bytes, bytes], Opened] = opened, group: RunGroup | None = None,
     ) -> None:  # fmt: skip
         self.network = network
-        self.group = group or network.run.digest()
+        self._group = group or RunGroup.whole(network.run)
         self.clock = clock or Clock()
         self.make_links = make_links
         self.open_message = open_message
         self.quotas = Quotas(network.config.limits.download_bytes_per_s)
-        self.elsewhere: Callable[[float, float], list[float]] = lambda now, rounds_per_s: []
-        """Positions of peers of other groups that share the run's clock, in rounds; may be set."""
         self.switch = GroupSwitch(network)
         self.uplink = Uplink(network.config.limits.upload_bytes_per_s)
 
-    def beside(self, group: bytes) -> Environment:
+    @property
+    def group(self) -> bytes:
+        """The digest of the group."""
+        return self._group.digest
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this group keeps the process's place: one does it for all."""
+        return self.switch.leads(self.group)
+
+    async def find_peers(self) -> list[PeerRecord]:
+        """Records of the other peers of the group, as the DHT has them now. Raises ``TransportError``."""
+        return [one for one in await self.network.find_peers() if self._group.has(one.stage)]
+
+    def beside(self, group: RunGroup) -> Environment:
         """The same process in another group: its carriers, its line and its clock."""
         other = copy(self)
-        other.group = group
+        other._group = group
         return other

@@ -1,19 +1,14 @@
 """Links to other peers: a lane for each, the carrier chosen for it, and the line that all of them share.
 
-Direct gRPC is tried first where the peer's record names an address, then libp2p streams (relay, hole
-punching). ``post`` never blocks: control messages overtake bulk data, bulk is bounded, and what cannot be
-delivered is dropped, because every message of the protocol may be lost. Where a link's peer says what it has,
-that is what counts as sent, and bulk waits for room on the way.
+Direct gRPC is tried first where the peer's record names an address, then libp2p streams. ``post`` never
+blocks: what cannot be delivered is dropped, because every message of the protocol may be lost. Control
+messages overtake bulk data, which is bounded.
 
-Bulk keeps to the receiver's rate and to our own cap, and over far ways it takes turns: TCP gives lanes on one
-line unequal shares. Turns are given at little more than the line has shown, as long as what is under way
-waits for little. A lane that has less left to carry than another that waits leaves it a turn before each of
-its own; so do the lanes of a round to those of microbatches, for which a peer stands still, but for one turn
-in ``TURNS_OF_ONE``. In a lane, pieces of a round that began earlier go before those of later ones.
+Bulk keeps to the receiver's rate and to our own cap, and over far ways it takes turns on our line. In a lane,
+pieces of a round that began earlier go before those of later ones. docs/design/lines-and-pacing.md says why.
 
-Laws: all that leaves this machine for a peer leaves through ``post``; a lane never waits for one that does
-not ask, and a control message never for a turn; what is no piece is overtaken by nothing. Price: the
-connections' round trips are looked at 25 times a second.
+Laws: all that leaves this machine for a peer leaves through ``post``. A lane never waits for one that does
+not ask, and a control message never for a turn. What is no piece is overtaken by nothing.
 """
 
 from __future__ import annotations
@@ -31,33 +26,30 @@ from google.protobuf.message import Message
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.base import Carrier, Link, refused_for_s
-from p2p_co2.net.transport.flow import Acknowledged
-from p2p_co2.node.meter import LinePace, Pace, UploadMeter
+from p2p_co2.net.transport.flow import Acknowledged, Seen
+from p2p_co2.node.meter import LEAST_SPAN_S, LinePace, LineRate, Pace
 from p2p_co2.wire.envelope import Unsent
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.kinds import Kind, Role
 from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
-QUEUE_LOOK_S = 0.04
-"""How often it is looked at what waits before the line."""
-LONGEST_LOOK_S, STANDING_S = 5 * QUEUE_LOOK_S, 0.03
-"""From one look to the next: more than the first is a pause, in which nothing was to be seen; where more than
-the second waits before and after it, the line was full."""
-MOST_LOOKED_AT, COMMON_OF = 9, 4
-"""Lanes that are asked for that: a look costs 25 us for each connection. The lane counts on which what is
-under way waits least, once one of so many has been left out."""
+MOST_LOOKED_AT = 9
+"""Lanes that are asked how long what is under way waits."""
+COMMON_OF = 4
+"""The lane counts on which it waits least, once one of so many has been left out."""
 TURNS_OF_ONE = 8
 """On a line that urgent lanes fill, one in so many turns is another lane's."""
 ATTEMPTS_KEPT = 256
 """Whose order is remembered: many more than are open at once."""
 MAX_QUEUED_BYTES = 1 << 30
-"""Bulk bytes waiting for all peers together, and for one peer at most as much as is left for all others: who
-takes nothing off our hands takes the room of its own messages only, the oldest first."""
+"""Bulk bytes waiting for all peers together, and for one peer at most as much as is left for all others."""
 MAX_SERVED_BYTES = 8 * MAX_DATA_BYTES
 """Bulk bytes waiting for one peer that it asked for itself: twice what a fetcher asks for at once."""
-MAX_QUEUED_CONTROL, MAX_CONTROL_BYTES = 4096, 16 << 20
-"""Control messages that wait for one peer, and their bytes."""
+MAX_QUEUED_CONTROL = 4096
+"""Control messages that wait for one peer."""
+MAX_CONTROL_BYTES = 16 << 20
+"""Their bytes."""
 
 
 class Piece(NamedTuple):
@@ -118,8 +110,8 @@ def place_of(message: Bulk, bulk: Sequence[Bulk]) -> int:
 
 @dataclass(eq=False)
 class Turn:
-    """How far the first bulk message of a lane has come with its turns: the receiver's rate, then our own
-    cap, or a slow receiver would hold up what goes to the others, at last the line."""
+    """How far the first bulk message of a lane has come with its turns: the receiver's rate, our own cap, at
+    last the line. In another order a slow receiver would hold up what goes to the others."""
 
     at: float | None = None
     """When it may go, as far as it has asked."""
@@ -182,13 +174,12 @@ class Uplink:
 
     def __init__(self, cap_bytes_per_s: float = 0.0) -> None:
         self.cap = Pace(cap_bytes_per_s)
-        self.meter = UploadMeter()
         self.lanes: list[Lane] = []
+        self.rate = LineRate(self._seen)
         self._line = LinePace()
-        self._looked_at, self._waits_s = -1e9, 0.0
-        """When, and what, ``_look`` saw."""
-        self._there_bytes: dict[Link, int] = {}
-        """Of those that it saw."""
+        self._looked_at = -1e9
+        self._waits_s = 0.0
+        """When ``_look`` saw how long what is under way waits, and what it saw."""
 
     def wait_s(self, lane: Lane, receiver_bytes_per_s: float, now: float) -> float:
         """How long the lane's first bulk message has to wait. ``receiver_bytes_per_s``: how fast its receiver
@@ -216,12 +207,20 @@ class Uplink:
                 self.cap.give_back(size_bytes)
         lane.turn.at = None
 
+    def watch(self, now: float) -> None:
+        """Measure the line, when bulk is put, begins or ends to be carried, or the rate is asked."""
+        open_lanes = [lane for lane in self.lanes if lane.link is not None]
+        is_busy = any(lane.bulk or lane.carrying for lane in open_lanes)
+        self.rate.watch(is_busy, 2 * sum(bool(lane.bulk) for lane in open_lanes) > len(open_lanes), now)
+
+    def _seen(self) -> dict[Link, Seen]:
+        return {lane.link: lane.link.look() for lane in self.lanes if lane.link is not None}
+
     def _ask(self, lane: Lane, size_bytes: int, now: float) -> tuple[float, bool]:
         """(when, True): the lane has its turn then. (when, False): it is to ask again then. Who has less left
         to carry than another lane that waits leaves it a turn, once: lanes are to end together."""
-        self.meter.rest(now)
         self._look(now)
-        self._line.follow(self.meter.bytes_per_s, self._waits_s)
+        self._line.follow(self.rate.bytes_per_s, self._waits_s)
         turn_s = self._line.turn_s(size_bytes)
         yielded = lane.turn.yielded
         is_behind = yielded < TURNS_OF_ONE - 1 and self._is_less_urgent(lane)
@@ -230,12 +229,10 @@ class Uplink:
         at = now + self._line.free_in_s(now) + turn_s
         if not yields:
             at = self._line.admit_at(size_bytes, now)
-        self.meter.held(now, at)
         return at, not yields
 
     def _is_less_urgent(self, lane: Lane) -> bool:
-        """Whether a lane that is urgent, as this one is not, has something to send, and a link for it: one to
-        a peer that is gone leaves the line as it is."""
+        """Whether a lane that is urgent, as this one is not, has something to send, and a link for it."""
         return not lane.is_urgent and any(one.is_urgent and one.bulk and one.link for one in self.lanes)
 
     def _is_ahead(self, lane: Lane, size_bytes: int, now: float) -> bool:
@@ -244,29 +241,15 @@ class Uplink:
         return any(one.is_far and one.bulk_bytes >= lane.bulk_bytes + size_bytes for one in waiting)
 
     def _look(self, now: float) -> None:
-        """See how long what is under way to far peers waits before the line that is common to all: a way on
-        which it waits longer has a queue of its own besides. While it waits the line carries all it can: so
-        much has come to be there since the last look, unless it also carries what only peers tell of, as
-        through relays."""
-        if now - self._looked_at < QUEUE_LOOK_S:
+        """See how long what is under way to far peers waits before the line that is common to all. A way on
+        which it waits longer has a queue of its own besides."""
+        if now - self._looked_at < LEAST_SPAN_S:
             return
-        far = carrying = [one for one in self.lanes if one.is_far]
-        if is_some := len(far) > MOST_LOOKED_AT:
-            carrying = [one for one in far if one.carrying or one.bulk]
-            carrying = carrying[:: -(-len(carrying) // MOST_LOOKED_AT) or 1]
-        seen = {one.link: one.link.look() for one in carrying if one.link is not None}
-        waits_s = sorted(one.queued_s for one in seen.values() if one.queued_s is not None)
-        waited_s = self._waits_s
-        self._waits_s = waits_s[len(waits_s) // COMMON_OF] if waits_s else 0.0
-        there = {link: told.there_bytes for link, told in seen.items()}
-        untold = any(lane.carrying and lane.link and lane.link.acknowledged for lane in self.lanes)
-        if not (is_some or untold) and now - self._looked_at <= LONGEST_LOOK_S:
-            known = self._there_bytes
-            more = sum(max(0, there[link] - known[link]) for link in there.keys() & known.keys())
-            is_full = min(waited_s, self._waits_s) > STANDING_S
-            self.meter.came(more, now - self._looked_at, is_full, now)
         self._looked_at = now
-        self._there_bytes = there
+        far = [one.link for one in self.lanes if one.link is not None and one.is_far]
+        some = far[:: -(-len(far) // MOST_LOOKED_AT) or 1]
+        waits_s = sorted(waits for link in some if (waits := link.look().queued_s) is not None)
+        self._waits_s = waits_s[len(waits_s) // COMMON_OF] if waits_s else 0.0
 
 
 FindRecord = Callable[[PeerId, bool], Awaitable[PeerRecord | None]]
@@ -275,9 +258,11 @@ FindRecord = Callable[[PeerId, bool], Awaitable[PeerRecord | None]]
 
 @dataclass
 class LinkObserver:
-    """What the node wants to hear, on the event loop. ``opened``: (peer, carrier, why not the preferred
-    carrier and how the bytes travel if not directly); ``lost``: (peer, carrier, reason), an open link broke;
-    ``unreachable``: (peer, reason), no carrier gets through."""
+    """What the node wants to hear, on the event loop.
+
+    ``opened``: (peer, carrier, why not the preferred carrier, and how the bytes travel if not directly).
+    ``lost``: (peer, carrier, reason), an open link broke. ``unreachable``: (peer, reason), no carrier gets
+    through."""
 
     opened: Callable[[PeerId, str, str], None]
     lost: Callable[[PeerId, str, str], None]
@@ -286,8 +271,8 @@ class LinkObserver:
 
 @dataclass
 class LinkTraffic:
-    """Bulk bytes sent to one peer since the start, and the seconds in which there were some to send: what
-    waits for its turn on the line is on its way, or a line would seem as fast as a buffer that takes it."""
+    """Bulk bytes sent to one peer since the start, and the seconds in which there were some to send, or
+    waited for their turn."""
 
     bulk_bytes: int = 0
     bulk_s: float = 0.0
@@ -322,8 +307,8 @@ class LinkPool:
     @property
     def upload_bytes_per_s(self) -> float:
         """What the line has shown it can carry; 0 until measured."""
-        self._uplink.meter.rest(time.monotonic())
-        return self._uplink.meter.bytes_per_s
+        self._uplink.watch(time.monotonic())
+        return self._uplink.rate.bytes_per_s
 
     @property
     def is_full(self) -> bool:
@@ -366,8 +351,8 @@ class LinkPool:
         return True
 
     def forget(self, attempt: bytes, means: bool) -> None:
-        """Drop the slices of ``attempt`` that wait and, with ``means``, its means: on the way to a slow peer
-        they would go before what is needed now."""
+        """Drop the slices of ``attempt`` that wait and, with ``means``, its means. They would go before what
+        is needed now."""
         for lane in self._lanes.values():
             kept = [one for one in lane.bulk if not one.is_stale(attempt, means)]
             if len(kept) < len(lane.bulk):
@@ -429,8 +414,6 @@ class LinkPool:
             except TransportError as error:
                 link = lane.link
                 lane.link = None
-                for _ in lane.under_way:  # nobody will say what became of it
-                    self._uplink.meter.finished(peer, 0, time.monotonic())
                 lane.carrying -= len(lane.under_way)
                 lane.under_way.clear()
                 self._note_refusal(peer, str(error))
@@ -505,13 +488,12 @@ class LinkPool:
         """The lane's next bulk message, whose turn it is."""
         lane.turn, data = Turn(yielded=lane.turn.yielded), lane.take().data
         self.queued_bytes -= len(data)
-        self._uplink.meter.started(time.monotonic())
         lane.carrying += 1
+        self._uplink.watch(time.monotonic())
         try:
             await link.send(self._joined(data))
         except BaseException:
             lane.carrying -= 1
-            self._uplink.meter.finished(link.peer, 0, time.monotonic())
             raise
         self.up_bytes += len(data)
         if link.acknowledged is None:
@@ -541,7 +523,7 @@ class LinkPool:
         """Bulk is there, or the line has taken it."""
         now = time.monotonic()
         lane.carrying -= 1
-        self._uplink.meter.finished(peer, size_bytes, now)
+        self._uplink.watch(now)
         traffic = self.traffic.setdefault(peer, LinkTraffic())
         traffic.bulk_bytes += size_bytes
         traffic.bulk_s += now - lane.counted_until

@@ -29,7 +29,8 @@ from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.relay import Places
 from p2p_co2.net.transport.probe import ProbeServer, clock_offsets_s, judge_clock
-from p2p_co2.net.transport.slow import Line, SlowLine
+from p2p_co2.net.transport.slow import SharedLine, SlowLine
+from p2p_co2.node.environment import RunGroup
 from p2p_co2.peer_options import listening
 from p2p_co2.system.process import FolderLock
 from p2p_co2.ticket import Ticket, by_peer, is_seed_address, kept_seeds
@@ -262,10 +263,10 @@ class RecordBook:
 
 
 @dataclass
-class Held:
-    """What this peer holds of the model. ``stage``: in a run with stages; None takes all peers of the run for
-    its group. ``tokens_per_s``: how fast it computes, as its record says; 0 if not known. ``visits``: it
-    computes nothing, and only takes or gives what the stage's peers agree on."""
+class ModelShare:
+    """What this peer holds of the model, as its record says. ``stage``: in a run with stages.
+    ``tokens_per_s``: how fast it computes; 0 if not known. ``visits``: it computes nothing, and only takes
+    what the stage's peers agree on."""
 
     stage: int | None = None
     tokens_per_s: float = 0.0
@@ -296,7 +297,7 @@ class Network:
         """Of what is done again when it grows old."""
         self._invited = ""
         """The ticket that was written into the folder last."""
-        self.holds = Held()
+        self.holds = ModelShare()
 
     @classmethod
     async def open(cls, ticket: Ticket, config: PeerConfig, on_refused: OnRefused) -> Network:
@@ -376,7 +377,7 @@ class Network:
         if config.carrier in ("auto", "libp2p"):
             carriers.append(Libp2pCarrier(self.p2p, me, run, newest=self.records.maddrs_of))
         if config.slow_line:
-            line = Line(SlowLine.parse(config.slow_line), zlib.crc32(me.peer_id.encode()))
+            line = SharedLine(SlowLine.parse(config.slow_line), zlib.crc32(me.peer_id.encode()))
             for carrier in carriers:
                 carrier.line = line
         for carrier in carriers:
@@ -422,11 +423,11 @@ class Network:
             await self.discovery.publish_position(said)
             self._done_at["position"] = time.monotonic()
 
-    async def run_position(self) -> RunPosition | None:
-        """Where the run was when the peers of this one's group last said so; None if nobody ever did. Raises
+    async def run_position(self, group: RunGroup | None = None) -> RunPosition | None:
+        """Where the run was when peers of ``group``, or any, last said so; None if nobody ever did. Raises
         ``TransportError``."""
         said = await self.discovery.find_positions()
-        return run_position([one for one in said if self.holds.stage in (None, one.stage)], time.time())
+        return run_position([one for one in said if group is None or group.has(one.stage)], time.time())
 
     @property
     def reach_advice(self) -> str:
@@ -449,14 +450,13 @@ class Network:
     # ---- finding others
 
     async def find_peers(self) -> list[PeerRecord]:
-        """Records of the other peers of this one's group, as the DHT has them now. Raises
-        ``TransportError``."""
+        """Records of the other peers of the run, as the DHT has them now. Raises ``TransportError``."""
         records = await self.records.search()
         if (ticket := str(self.invitation)) != self._invited:
             with contextlib.suppress(OSError):  # whoever needs it can ask this peer's owner
                 (self.config.folder / "ticket").write_text(f"{ticket}\n", encoding="ascii")
                 self._invited = ticket
-        return [record for record in records if self.holds.stage in (None, record.stage)]
+        return records
 
     def listed(self, stage: int) -> list[PeerRecord]:
         """Records of the other peers that hold ``stage``, as the DHT listed them last; not of visitors."""

@@ -1,8 +1,8 @@
 """What a node asks the DHT: it keeps this peer listed, finds others, and leaves word of where the run is.
 
 Law: nothing here ends a peer or holds it up. What the DHT refuses is told and tried again; a peer that cannot
-be listed still looks. A search costs as much as there are peers listed, so among many that are all heard it
-is rare: who is new looks by itself, and greets all it finds.
+be listed still looks. A search costs as much as there are peers listed. So among many that are all heard it
+is rare: a newcomer looks by itself, and greets all it finds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Container, Sequence
 
 from p2p_co2.errors import TransportError
 from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S
-from p2p_co2.node.environment import PeerNetwork
+from p2p_co2.node.environment import Environment
 from p2p_co2.node.state import Effects
 from p2p_co2.node.status import StatusWriter
 from p2p_co2.protocol.membership import Membership
@@ -23,12 +23,16 @@ from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
 from p2p_co2.wire.messages_pb2 import PeerRecord, Status
 
-LOOK_S, FIND_PEERS_S = 1.0, 10.0
-"""Between two searches of a peer that has just come, and of others."""
+LOOK_S = 1.0
+"""Between two searches of a peer that has just come."""
+FIND_PEERS_S = 10.0
+"""Between two searches of others."""
 QUICK_FINDS = 10
-FEW_PEERS, RARELY_TIMES = 4, 6.0
-"""Among so many peers, all heard, it is looked for others every ``FIND_PEERS_S``; among more as many times
-less often, down to the second of these. Who comes or goes makes it look again as among few."""
+"""So many searches makes one that has just come."""
+FEW_PEERS = 4
+"""Among at most so many peers, all heard, none is rarer; a coming or going counts as among few again."""
+RARELY_TIMES = 6.0
+"""Searches among many are at most so many times rarer."""
 ALONE = (
     "nobody else is here: rounds are made alone, and nothing is exchanged; invite others with p2p-co2 join "
     "TICKET (the word that the seed printed)"
@@ -43,9 +47,10 @@ def find_every_s(live: int) -> float:
 
 
 class Unreachable:
-    """Peers that are there and cannot be reached, told from those that are merely gone: a record that is
-    renewed while we fail to reach its peer, or never hear it, is of one that is alive behind something. Each
-    is told of once, and again only after it has been met in between; at most ``MAX_PEERS`` are remembered."""
+    """Peers that are there and cannot be reached, told from those that are merely gone.
+
+    A record that is renewed while its peer is not heard is of one that is alive behind something. Each is
+    told of once, and again only after it was met; at most ``MAX_PEERS`` are remembered."""
 
     def __init__(self) -> None:
         self._reasons: dict[PeerId, str] = {}
@@ -82,16 +87,19 @@ class PeerFinder:
     does not reach us."""
 
     def __init__(
-        self, network: PeerNetwork, membership: Membership, writer: StatusWriter, effects: Effects
+        self, environment: Environment, membership: Membership, writer: StatusWriter, effects: Effects
     ) -> None:
-        self._network = network
+        self._environment = environment
+        self._network = environment.network
         self._membership = membership
         self._writer = writer
         self._do = effects
         self.unreached = Unreachable()
         self._trouble = ""
-        self._found_at, self._found_among = -1e9, frozenset[PeerId]()
-        """When it was looked for others last, and who was heard then."""
+        self._found_at = -math.inf
+        """When it was looked for others last."""
+        self._found_among = frozenset[PeerId]()
+        """Peers that were heard then."""
         self._alone_since = self._seeds_greeted_at = effects.now()
 
     async def run(self) -> None:
@@ -102,7 +110,8 @@ class PeerFinder:
             self._do.pump()
             finds += 1
             quiet_s = self._membership.quiet_s if self._writer.rests else 0.0
-            if self._do.now() - self._seeds_greeted_at > max(2 * FIND_PEERS_S, quiet_s):
+            is_due = self._do.now() - self._seeds_greeted_at > max(2 * FIND_PEERS_S, quiet_s)
+            if is_due and self._environment.is_first:
                 await self._greet_seeds()
             calm_s = 2 * FIND_PEERS_S if quiet_s else FIND_PEERS_S  # in the quiet newcomers find us
             await asyncio.sleep(LOOK_S if finds < QUICK_FINDS else calm_s)
@@ -110,20 +119,25 @@ class PeerFinder:
     async def _look(self) -> None:
         errors = list[str]()
         try:
-            trouble = await self._network.publish_self(self.unreached.is_somebody_unmet) or ""
-            if trouble and trouble != self._trouble:  # what keeps others from reaching this peer, and news
-                self._do.report(ev.Warned, text=trouble)
-            self._trouble = trouble
+            if self._environment.is_first:
+                await self._publish()
         except TransportError as error:
             errors.append(str(error))
         try:
             if self._is_due():
-                await self._take(await self._network.find_peers())
-                self._found_at, self._found_among = self._do.now(), frozenset(self._membership.live)
+                await self._take(await self._environment.find_peers())
+                self._found_at = self._do.now()
+                self._found_among = frozenset(self._membership.live)
         except TransportError as error:
             errors.append(str(error))
         if errors:
             self._do.report(ev.Warned, text=f"peer discovery: {'; '.join(dict.fromkeys(errors))}")
+
+    async def _publish(self) -> None:
+        trouble = await self._network.publish_self(self.unreached.is_somebody_unmet) or ""
+        if trouble and trouble != self._trouble:  # what keeps others from reaching this peer, and news
+            self._do.report(ev.Warned, text=trouble)
+        self._trouble = trouble
 
     def _is_due(self) -> bool:
         """Whether to look for others."""
@@ -140,7 +154,7 @@ class PeerFinder:
             self._do.report(ev.Warned, text=f"peer {peer} is there but cannot be reached: {reason}")
         if records or membership.live:
             self._alone_since = now
-        elif now - self._alone_since > 2 * FIND_PEERS_S:
+        elif now - self._alone_since > 2 * FIND_PEERS_S and self._environment.is_first:
             self._alone_since = now
             await self._network.rebootstrap()
         membership.status = self._writer.status()  # who is found learns where we are, not were

@@ -1,39 +1,31 @@
-"""A peer between the neighbouring stages: its microbatches on the network, and the training thread's work.
+"""The group between neighbouring stages: microbatches on the network, and the training thread's work.
 
     carriers -> router -> membership, pipeline -> links
                               ^           |
        training thread: exchange(result) -+-> handed: what is to be computed next
 
-A process with a stage is in two groups over one set of carriers: that of its stage's replicas, an ordinary
-``Node``, and that of the whole run, where this is. Who is live in the neighbouring stages is what
-``Membership`` says, and in which stage a peer is what its signed record says.
+A process with a stage is in the group of its stage's replicas, an ordinary ``Node``, and in that of the whole
+run, where this is. ``Membership`` says which peers are live in the neighbouring stages. In which stage a peer
+is, its signed record says.
 
-Laws: one loop, and the machines are called on it alone; what a peer sends can at worst be counted against it;
-the training thread waits for nothing but its next work.
+Law: the training thread waits for nothing but its next work.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
+import math
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Any
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
-from p2p_co2.node.environment import Environment, Links
-from p2p_co2.node.links import LinkObserver
-from p2p_co2.node.node import Lifetime
-from p2p_co2.node.pump import Alarm
-from p2p_co2.node.router import Router
-from p2p_co2.node.state import Effects
+from p2p_co2.node.environment import Environment
+from p2p_co2.node.shell import Shell
 from p2p_co2.protocol.membership import Joined, Membership, positions
 from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, UselessPayload, Work
-from p2p_co2.system.clock import ProcessClock
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.envelope import Opened, head_of, unsent
+from p2p_co2.wire.envelope import Opened
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.kinds import Machine, kind_of
@@ -44,8 +36,8 @@ Result = Callable[[Pipeline, float], None]
 Listed = Callable[[int], Sequence[PeerRecord]]
 """Records of the other peers of a stage, as the DHT listed them last."""
 FED_CAPS = 2.0
-"""Of the longest that a gradient is waited for: at its end a peer waits so long for one more microbatch of
-those that train before it. A training thread that hangs says that it trains for as long as its process is."""
+"""At its end a peer waits so many times the longest time of a gradient for one more microbatch. A training
+thread that hangs says for ever that it trains."""
 
 
 @dataclass(frozen=True)
@@ -102,29 +94,8 @@ class BesideStages:
         return any(live[peer].status.phase == Status.TRAINING for peer in self.live(-1))
 
 
-class End(Enum):
-    """How far this peer is on its way to the end: it goes on, waits until nobody before it trains or sends
-    anything, or begins nothing more."""
-
-    GOES_ON = auto()
-    WAITS = auto()
-    CLOSED = auto()
-
-
 @dataclass
-class Ending:
-    """``fed_s``: how long a peer that waits does so for one more microbatch; ``by``: until when it waits."""
-
-    fed_s: float
-    end: End = End.GOES_ON
-    by: float = 0.0
-
-    def fed(self, now: float) -> None:
-        self.by = now + self.fed_s
-
-
-@dataclass
-class Handed:
+class Handover:
     """What the network thread gives the training thread. ``work``: one piece for each that was asked for;
     ``dropped``: microbatches whose activations may go."""
 
@@ -141,66 +112,30 @@ class Handed:
     """Seconds that it stood still for microbatches."""
 
 
-class PipelineNode:
-    """Make it on the network thread once the stage's own node runs, then run ``run`` as a task.
-    ``environment``: of the whole run's group; ``status``: the stage node's, which says where this peer is."""
+class PipelineNode(Shell):
+    """Make it once the stage's own node runs. ``environment``: of the whole run's group; ``status``: the
+    stage node's, which says where this peer is."""
+
+    is_urgent = True
 
     def __init__(
         self, environment: Environment, place: Place, sizes: Sizes, listed: Listed,
         status: Callable[[], Status], report: Callable[[ev.Event], None],
     ) -> None:  # fmt: skip
-        self._environment = environment
+        super().__init__(environment, report)
         self._place = place
-        self._report = report
         self._status = status
-        clock = ProcessClock(environment.clock.monotonic, environment.clock.unix())
-        self.now = clock.now
-        self._alarm = Alarm(clock)
-        self.life = Lifetime()
-        self.handed = Handed()
-        self.membership = Membership(place.me)
+        self.handed = Handover()
         self.machine = Pipeline(place, sizes)
-        self.beside = BesideStages(place, self.membership, listed)
-        effects = Effects(self.now, self.report, self.life.spawn, self._refuse, self.pump)
-        self.router = Router(
-            environment.group, PipelineInbox(self.membership, self.machine, self._own_status), effects,
-            self._unreachable, self.life.crash, environment.quotas, environment.open_message,
-        )  # fmt: skip
-        self.links: Links | None = None
-        self._ending = Ending(FED_CAPS * sizes.cap_s)
+        membership = Membership(place.me)
+        self.beside = BesideStages(place, membership, listed)
+        inbox = PipelineInbox(membership, self.machine, self._own_status)
+        self.serve(membership, (membership, self.machine), inbox)
+        self._fed_s = FED_CAPS * sizes.cap_s
+        self._stays_until = math.inf
+        """How long it waits at its end for one more microbatch; infinity while it goes on."""
+        self._told_at = self.now()
         self._drawn: object = None
-
-    # ---- life
-
-    async def run(self) -> None:
-        """Until ``stop``."""
-        environment = self._environment
-        async with asyncio.TaskGroup() as tasks:
-            self.life.tasks = tasks
-            observer = LinkObserver(self._link_opened, self._link_lost, self._unreachable)
-            heard = self.router.on_message, self.router.on_link_refused
-            carriers = await environment.switch.join(environment.group, *heard, self._is_neighbour)
-            find = environment.network.find_record
-            self.links = environment.make_links(carriers, find, observer, tasks, environment.uplink)
-            self.links.is_urgent = True
-            background = tasks.create_task(self._keep_time(), name="pipeline")
-            await self.life.stopping.wait()
-            background.cancel()
-            await self.links.drain(HEARTBEAT_S)
-            environment.switch.leave(environment.group)
-            links = self.links
-            self.links = None
-            await links.close()
-        if self.life.bug is not None:
-            raise self.life.bug
-
-    def stop(self) -> None:
-        self.life.stopping.set()
-
-    def say_goodbye(self, reason: str) -> None:
-        self._tell()
-        self.membership.say_goodbye(reason)
-        self.pump()
 
     # ---- what the training thread asks; on the loop
 
@@ -210,7 +145,8 @@ class PipelineNode:
         try:
             if result is not None:
                 result(self.machine, self.now())
-                self._ending.fed(self.now())
+                if self._stays_until < math.inf:
+                    self._stays_until = self.now() + self._fed_s
             self.handed.is_asked = True
         except LocalProtocolError as error:
             self.life.crash(error)
@@ -219,16 +155,13 @@ class PipelineNode:
     def finish(self, at_once: bool) -> None:
         """Come to the end: begin nothing more as soon as nobody of the stage before trains, or
         ``at_once``."""
-        if self._ending.end is End.GOES_ON:
-            self._ending.end = End.WAITS
-            self._ending.fed(self.now())
+        self._stays_until = min(self._stays_until, self.now() + self._fed_s)
         self._close_if(at_once)
         self.pump()
 
     def _close_if(self, at_once: bool) -> None:
-        ending = self._ending
-        if ending.end is End.WAITS and (at_once or self.now() >= ending.by or not self.beside.is_fed):
-            ending.end = End.CLOSED
+        is_ending = self._stays_until < math.inf and not self.machine.is_closing
+        if is_ending and (at_once or self.now() >= self._stays_until or not self.beside.is_fed):
             self.machine.close(self.now())
 
     def draw(self, round_: int, rate: float) -> None:
@@ -239,7 +172,7 @@ class PipelineNode:
         if (round_, frozenset(own), behind) == self._drawn:
             return
         self._drawn = round_, frozenset(own), behind
-        seed = self._environment.group + b"%d %d" % (round_, self._place.stage)
+        seed = self.environment.group + b"%d %d" % (round_, self._place.stage)
         self.machine.draw({**own, self._place.me: rate}, hashlib.sha256(seed).digest(), rate)
         self.pump()
 
@@ -249,32 +182,31 @@ class PipelineNode:
         """Where the neighbours are in the run: the swarm clock is common to all stages."""
         return positions(self.membership.live.values(), now, rounds_per_s)
 
-    def traffic_bytes(self) -> tuple[int, int]:
-        """Of messages (up, down) since the start."""
-        return (self.links.up_bytes if self.links is not None else 0), self.router.down_bytes
+    # ---- the shell's questions
 
-    # ---- the pump
+    def has_worked(self, peer: PeerId) -> bool:
+        return peer in self.membership.live
 
     def pump(self, timers: bool = True) -> None:
-        """Send what the machines have to send, carry out their events, and hand out work."""
-        if self.links is None or self.life.stopping.is_set():
-            return
+        """As ``Shell.pump``; time, and the phases of others, may have ended what this peer waits for."""
         self._close_if(at_once=False)
-        head = head_of(self._environment.group)
-        while self._handle() or not self.membership.is_idle:
-            for machine in (self.membership, self.machine):
-                for peer, message in machine.messages_to_send():
-                    self.links.post(peer, unsent(message, head), kind_of(message).is_bulk)
-        if self.machine.is_over and not self.handed.is_over:
-            self.handed.is_over = True
-            self.membership.announce(self.now())
-            self._tell()
-        if not self._alarm.is_awake:
-            self._alarm.ring_by(self._next_timer_at())
+        super().pump()
 
-    def _handle(self) -> bool:
-        """Whether there may be more to send."""
-        is_some = self.machine.has_messages
+    def _look(self, now: float) -> None:
+        self.membership.status = self._own_status()
+        self.membership.found(self.beside.all(), now)
+        for side in (-1, 1):
+            for peer in self.beside.live(side):
+                self.machine.join(peer, self._place.stage + side)
+        self.membership.handle_timer(now)
+        self.machine.handle_timer(now)
+        self.machine.upload_bytes_per_s = self.links.upload_bytes_per_s
+        self.pump()
+        if now - self._told_at >= HEARTBEAT_S:
+            self._tell()
+
+    def _handle_events(self) -> bool:
+        is_some = False
         while (event := self.membership.next_event()) is not None:
             is_some = True
             if isinstance(event, Joined):
@@ -292,9 +224,19 @@ class PipelineNode:
         if self.handed.is_asked and (work := self.machine.next_work(self.now())) is not None:
             self.handed.is_asked = False
             self.handed.work.put(work)  # after what was dropped: a step finds nothing in flight any more
+        if self.machine.is_over and not self.handed.is_over:
+            is_some = True
+            self.handed.is_over = True
+            self.membership.announce(self.now())
+            self._tell()
         return is_some
 
+    def say_goodbye(self, reason: str) -> None:
+        self._tell()
+        super().say_goodbye(reason)
+
     def _tell(self) -> None:
+        self._told_at = self.now()
         machine = self.machine
         handed = self.handed
         waits_for = machine.waits_for if handed.is_asked else ""  # else it computes
@@ -303,29 +245,6 @@ class PipelineNode:
             counted=handed.counted, dropped=handed.drops, waiting_s=handed.waited_s,
             before=len(self.beside.live(-1)), behind=len(self.beside.live(1)), waits_for=waits_for,
         )  # fmt: skip
-
-    async def _keep_time(self) -> None:
-        told_at = self.now()
-        while True:
-            now = self.now()
-            self.membership.status = self._own_status()
-            self.membership.found(self.beside.all(), now)
-            for side in (-1, 1):
-                for peer in self.beside.live(side):
-                    self.machine.join(peer, self._place.stage + side)
-            self.membership.handle_timer(now)
-            self.machine.handle_timer(now)
-            if self.links is not None:
-                self.machine.upload_bytes_per_s = self.links.upload_bytes_per_s
-            self.pump()
-            if now - told_at >= HEARTBEAT_S:
-                told_at = now
-                self._tell()
-            await self._alarm.sleep(min(self._next_timer_at(), now + HEARTBEAT_S))
-
-    def _next_timer_at(self) -> float:
-        times = self.membership.get_timer(), self.machine.get_timer()
-        return min((at for at in times if at is not None), default=self.now() + HEARTBEAT_S)
 
     def _own_status(self) -> Status:
         """Where this peer is; one that has begun its last microbatch trains no more."""
@@ -340,28 +259,13 @@ class PipelineNode:
         if (stage := self.beside.stage_of(peer)) is not None:
             self.machine.join(peer, stage)
 
-    def _is_neighbour(self, peer: PeerId) -> bool:
-        return peer in self.membership.live
-
     def _link_opened(self, peer: PeerId, carrier: str, reason: str) -> None:
-        self.report(ev.LinkOpened, other=peer, carrier=carrier, reason=reason)
-        self.membership.link_opened(peer, self.now())
+        super()._link_opened(peer, carrier, reason)
         if peer in self.membership.live:
             self._meet(peer)
-        self.pump()
+            self.pump()
 
     def _link_lost(self, peer: PeerId, carrier: str, reason: str) -> None:
-        self.report(ev.LinkLost, other=peer, carrier=carrier, reason=reason)
-        self.membership.link_broke(peer)
+        super()._link_lost(peer, carrier, reason)
         self.machine.lose(peer)
         self.pump()
-
-    def _unreachable(self, peer: PeerId, reason: str) -> None:
-        self.membership.unreachable(peer, f"unreachable: {reason}", self.now())
-        self.pump()
-
-    def _refuse(self, peer: str, reason: str, detail: str) -> None:
-        self.router.refuse(peer, reason, detail)
-
-    def report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
-        self._report(kind(at=self._environment.clock.unix(), peer=self._place.me, **fields))

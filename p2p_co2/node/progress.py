@@ -7,9 +7,9 @@
 At the end each has offered the rest of its work in last rounds, for which all live peers gather longer. Then
 a peer lingers as a donor while anybody that it hears has more to offer, holds anything else, or joins.
 
-Law: conclusions rest on heartbeats of live peers alone, and the position on the lower median of those whose
-word counts (``rounds.voters``): of three, one liar moves nothing. Nor is it further than the commits of this
-peer's state bear out (``BORNE_OUT_ROUNDS``). They are plain values, replaced whole: other threads may read
+Laws: conclusions rest on heartbeats of live peers alone. The position is the lower median of those whose word
+counts (``rounds.voters``): of three, one liar moves nothing. Nor is it further than the commits of this
+peer's state bear out (``BORNE_OUT_ROUNDS``). All are plain values, replaced whole: other threads may read
 them at any time.
 """
 
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.state import PeerState
@@ -27,44 +28,87 @@ from p2p_co2.protocol.membership import Membership, PeerInfo, positions
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.messages_pb2 import Status
 
-CONCLUDED_EVERY_S, CONCLUDED_PEERS_PER_S = 0.25, 200.0
-"""Conclusions that wait for others are drawn so often at most: among many there is always news. Among few
-more often, since at the end of a run all stand still until they know of each other that all agree."""
-BORNE_OUT_SHARE, BORNE_OUT_ROUNDS = 1.25, 8.0
-"""Others are believed to be at so many times this peer's version, and so many rounds, at most, or where it is
-itself: rounds also pass without a commit. What is beyond counts as the same moment of an earlier round."""
+CONCLUDED_EVERY_S = 0.25
+"""Between two conclusions that wait for others, at least: among many there is always news."""
+CONCLUDED_PEERS_PER_S = 200.0
+"""After news it is concluded as many times a second, divided by the peers: at a run's end all stand still."""
+BORNE_OUT_SHARE = 1.25
+"""Others are believed to be at so many times this peer's version at most: rounds pass without a commit."""
+BORNE_OUT_ROUNDS = 8.0
+"""And so many rounds further. What is beyond counts as the same moment of an earlier round."""
 LISTENED_S = 12.0
-"""A peer that came when the run was over, and has not yet heard the DHT or all whom it lists, takes whom it
-heard first for all there are only after this: as long as ``trainer.connection`` listens to them."""
-LACKS, LACKS_NAMED = "the run is over, and this peer leaves without what others hold", 4
-"""What it says then begins so, and names so many fragments."""
+"""A peer that came when the run was over takes the first that it hears for all only after this. So long
+``trainer.connection`` listens to those that are listed."""
+LACKS = "the run is over, and this peer leaves without what others hold"
+"""What such a peer says begins so."""
+LACKS_NAMED = 4
+"""It names so many fragments."""
+
+
+class Where(Enum):
+    """Where a peer that joins is among those that it hears."""
+
+    ALONE = auto()
+    """It hears nobody."""
+    BEHIND = auto()
+    """Somebody is ahead, or it is fetching."""
+    ABREAST = auto()
+    """Nobody is ahead by more than a round, or at all of a fragment of which it has only the start."""
+    LEFT_BEHIND = auto()
+    """The others were ahead and went before it had what they had. It did not come for a history of its
+    own."""
+    NO_ROOM = auto()
+    """As many have joined as a run can have."""
 
 
 @dataclass(frozen=True)
-class Conclusions:
-    """``settled``: no live peer trains any more, all are at our versions and digests, and say the same of
-    those that they hear: somebody whom only they hear is still waited for. ``held``: the (versions, digests)
-    of this peer that it was about.
+class Joining:
+    """What a peer that joins has concluded. ``has_met``: it has ever heard somebody that has joined;
+    ``goes_on``: whether anybody trained when it heard such a peer last."""
 
-    For one that joins: ``heard``: somebody; ``met``: somebody ever, who has joined; ``full``: as many have
-    joined as a run can have; ``abreast``: nobody is ahead by more than a round, or at all of a fragment of
-    which we have only the start; ``left_behind``: the others were ahead, and went before this peer had what
-    they had: a history of its own is not what it came for."""
-
-    held: object = None
-    settled: bool = False
-    heard: bool = False
-    met: bool = False
-    full: bool = False
-    abreast: bool = False
-    left_behind: bool = False
+    where: Where = Where.ALONE
+    has_met: bool = False
     goes_on: bool = True
-    """Whether anybody trained when somebody who has joined was heard last."""
+
+
+class SwarmPosition:
+    """``value``: median position of the other peers that train, in rounds, and the node's monotonic time it
+    was true at; None while it is not known."""
+
+    def __init__(self, state: PeerState, membership: Membership, writer: StatusWriter, times: Times) -> None:
+        self._state = state
+        self._membership = membership
+        self._writer = writer
+        self._times = times
+        self._at = -math.inf
+        self.value: tuple[float, float] | None = None
+
+    def look(self, now: float) -> None:
+        """Work it out, at most once in a heartbeat; in between the clock carries it on."""
+        quiet_s = self._membership.quiet_s if self._writer.rests else 0.0
+        if now - self._at < max(HEARTBEAT_S, quiet_s / 2) and self.value is not None:
+            return
+        self._at = now
+        times = self._times
+        at = times.monotonic() - (times.now() - now)
+        heard = self._membership.live
+        near = positions(
+            [heard[peer] for peer in list(heard) if self._state.counts(peer)], now, times.rounds_per_s
+        )
+        near = sorted(near + times.elsewhere(now))
+        self.value = (self._borne_out(near[(len(near) - 1) // 2]), at) if near else None
+
+    def _borne_out(self, position: float) -> float:
+        most = max(self._writer.position(), BORNE_OUT_SHARE * max(self._state.held[0]) + BORNE_OUT_ROUNDS)
+        if position <= most:
+            return position
+        self._at = -math.inf  # it may be soon, by the state that comes
+        return max(0.0, math.floor(most) - 1 + position % 1.0)
 
 
 class SwarmProgress:
-    """``conclude`` is asked at ``conclude_at``. ``swarm_position``: median position of the other peers that
-    train in rounds, and the node's monotonic time it was true at. ``most_peers``: how many a run can have."""
+    """``conclude`` is asked at ``conclude_at``. ``joining``: of while it joined. ``most_peers``: how many a
+    run can have."""
 
     def __init__(
         self, state: PeerState, membership: Membership, agreement: Agreement, writer: StatusWriter,
@@ -78,19 +122,27 @@ class SwarmProgress:
         self._fetches = fetches
         self._most_peers = most_peers
         self._began_at = times.now()
-        self.conclusions = Conclusions()
-        self.swarm_position: tuple[float, float] | None = None
-        self._placed_at = self._concluded_at = self._differed_at = -math.inf
-        """``_differed_at``: when somebody last was there for whom this peer stays; infinity while one is."""
+        self.joining = Joining()
+        self._position = SwarmPosition(state, membership, writer, times)
+        self._settled_of: object = None
+        """The versions and digests of which all said that they are settled."""
+        self._concluded_at = -math.inf
+        self._differed_at = -math.inf
+        """When somebody last was there for whom this peer stays; infinity while one is."""
         self._concluded_of: object = None
         self._furthest = list(state.held[0])
         """Per fragment, where the swarm was when somebody who is in it was heard last."""
 
     @property
+    def swarm_position(self) -> tuple[float, float] | None:
+        """As ``SwarmPosition.value``."""
+        return self._position.value
+
+    @property
     def settled(self) -> bool:
-        """As concluded, of what this peer holds now. Other threads may ask."""
-        known = self.conclusions
-        return known.settled and known.held == self._state.held
+        """Whether no live peer trains any more, all hold what this peer holds now, and say the same of those
+        that they hear. Other threads may ask."""
+        return self._settled_of == self._state.held
 
     def is_needed(self, within_s: float, settled: bool = False) -> bool:
         """Whether somebody is heard, or was within so long, that this peer stays for; or a state, or a round
@@ -126,12 +178,12 @@ class SwarmProgress:
     def conclude(self, now: float) -> bool:
         """Compare this peer with the others; while it trains nobody asks for more than the position. Whether
         what this peer tells has changed by that: others wait to hear it."""
-        self._place(now)
+        self._position.look(now)
         state = self._state
         membership = self._membership
         self._agreement.note_newest()
         if state.local.phase == Status.TRAINING:
-            self.conclusions = replace(self.conclusions, settled=False)
+            self._settled_of = None
             self._concluded_of = None
             self.writer.is_at_rest = False
             return False
@@ -143,7 +195,8 @@ class SwarmProgress:
         idle = not self._fetches.busy()
         live = membership.live.values()
         was_at_rest = self.writer.is_at_rest
-        known = self._look_for_the_swarm(idle) if state.local.phase == Status.JOINING else self.conclusions
+        if state.local.phase == Status.JOINING:
+            self.joining = self._look_for_the_swarm(idle)
         done = [info for info in live if info.status.phase not in (Status.JOINING, Status.PAUSED)]
         if waits := self._may_hear_more(now):
             self._concluded_of = None  # time alone ends that
@@ -152,30 +205,8 @@ class SwarmProgress:
         self.writer.is_at_rest = at_rest = is_done and not waits and all(map(self._is_with_us, done))
         is_settled = at_rest and all(info.status.settled for info in done)
         self._note_who_differs(live, now)
-        self.conclusions = replace(known, held=state.held, settled=is_settled)
+        self._settled_of = state.held if is_settled else None
         return at_rest != was_at_rest
-
-    def _place(self, now: float) -> None:
-        """Work out the swarm's position, at most once in a heartbeat; in between the clock carries it on."""
-        quiet_s = self._membership.quiet_s if self.writer.rests else 0.0
-        if now - self._placed_at < max(HEARTBEAT_S, quiet_s / 2) and self.swarm_position is not None:
-            return
-        self._placed_at = now
-        times = self._times
-        at = times.monotonic() - (times.now() - now)
-        heard = self._membership.live
-        near = positions(
-            [heard[peer] for peer in list(heard) if self._state.counts(peer)], now, times.rounds_per_s
-        )
-        near = sorted(near + times.elsewhere(now))
-        self.swarm_position = (self._borne_out(near[(len(near) - 1) // 2]), at) if near else None
-
-    def _borne_out(self, position: float) -> float:
-        most = max(self.writer.position(), BORNE_OUT_SHARE * max(self._state.held[0]) + BORNE_OUT_ROUNDS)
-        if position <= most:
-            return position
-        self._placed_at = -math.inf  # it may be soon, by the state that comes
-        return max(0.0, math.floor(most) - 1 + position % 1.0)
 
     def _may_hear_more(self, now: float) -> bool:
         """Whether others may be where we cannot see them: this peer came a moment ago, or most others went
@@ -198,8 +229,8 @@ class SwarmProgress:
         elif self._differed_at == math.inf:
             self._differed_at = now
 
-    def _look_for_the_swarm(self, idle: bool) -> Conclusions:
-        known = self.conclusions
+    def _look_for_the_swarm(self, idle: bool) -> Joining:
+        known = self.joining
         (versions, _) = self._state.held
         live = self._membership.live.values()
         inside = [info.versions for info in live if info.status.phase != Status.JOINING]
@@ -211,14 +242,16 @@ class SwarmProgress:
         trains = any(info.status.phase == Status.TRAINING for info in live)
         goes_on = trains if inside else known.goes_on
         is_behind = not _keeps_up(versions, self._furthest, goes_on)
-        return Conclusions(
-            heard=bool(live),
-            met=known.met or bool(inside),
-            full=len(inside) >= self._most_peers,
-            abreast=idle and not is_behind and _keeps_up(versions, newest, goes_on),
-            left_behind=is_behind and not inside,
-            goes_on=goes_on,
-        )
+        if len(inside) >= self._most_peers:
+            where = Where.NO_ROOM
+        elif is_behind and not inside:
+            where = Where.LEFT_BEHIND
+        elif not live:
+            where = Where.ALONE
+        else:
+            is_abreast = idle and not is_behind and _keeps_up(versions, newest, goes_on)
+            where = Where.ABREAST if is_abreast else Where.BEHIND
+        return Joining(where, known.has_met or bool(inside), goes_on)
 
 
 def _keeps_up(versions: Sequence[int], newest: Sequence[int], goes_on: bool) -> bool:

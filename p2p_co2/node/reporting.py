@@ -27,7 +27,7 @@ from p2p_co2.net.transport.libp2p.streams import AnswerServer, QuestionClient
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
-from p2p_co2.node.pipeline_node import PipelineNode
+from p2p_co2.node.shell import Shell
 from p2p_co2.protocol.reports import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, Poller, Responder
 from p2p_co2.telemetry.events import Event, LinkMeasured
 from p2p_co2.telemetry.feed import Feed, FeedState, News
@@ -76,9 +76,9 @@ class ReportService:
         await self._answering.start()
         self.measure(node)
 
-    def measure(self, node: Node | PipelineNode) -> None:
-        """Measure the links of ``node`` from now on."""
-        self._measuring.append(asyncio.create_task(self._measure(node), name="measure links"))
+    def measure(self, shell: Shell) -> None:
+        """Measure the links of ``shell`` from now on."""
+        self._measuring.append(asyncio.create_task(self._measure(shell), name="measure links"))
 
     async def say_last_words(self) -> None:
         """Let observers that are here fetch the newest events, at most ``LAST_WORDS_S``."""
@@ -97,15 +97,16 @@ class ReportService:
         await self._answering.close()
         await self._asking.close()
 
-    async def _measure(self, node: Node | PipelineNode) -> None:
+    async def _measure(self, shell: Shell) -> None:
         """Every link every ten heartbeats; with more links than that a heartbeat for each."""
         seen = dict[str, LinkTraffic]()
         nothing = LinkTraffic()
         while True:
-            await asyncio.sleep(HEARTBEAT_S * max(10, len(node.membership.live)))
-            live = node.membership.live
-            if not live or (links := node.links) is None:  # a node that does not run has none to ask for
+            await asyncio.sleep(HEARTBEAT_S * max(10, len(shell.membership.live)))
+            live = shell.membership.live
+            if not live:
                 continue
+            links = shell.links
             ways: dict[str, list[str]] = {}
             with contextlib.suppress(TransportError):  # without a daemon nothing is relayed
                 ways = await ways_to_peers(self._network.p2p, CONNECT_TIMEOUT_S)
@@ -116,7 +117,7 @@ class ReportService:
                 before = seen.get(peer, nothing)
                 busy_s = now.bulk_s - before.bulk_s
                 seen[peer] = now
-                node.report(
+                shell.report(
                     LinkMeasured, other=peer, carrier=carrier, sent_bytes=now.bulk_bytes,
                     relayed=carrier == "libp2p" and peer in ways and all(map(is_relayed, ways[peer])),
                     round_trip_s=info.round_trip_s if info.round_trips_s else 0.0,

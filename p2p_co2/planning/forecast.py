@@ -17,12 +17,13 @@ from p2p_co2.planning.exchange import Flow, Link, RoundTime, flow, round_time
 from p2p_co2.planning.traffic import heartbeat_bytes_per_s, round_control_bytes
 from p2p_co2.protocol.catchup.history import LARGE_SHARE
 from p2p_co2.protocol.rounds.bounds import GATHER_CAP_S, parts_cap_s, round_cap_s
+from p2p_co2.rule_specs import OUTER_RULES
 from p2p_co2.wire.schedule import FIRST_ROUND_BOUND_S, FLUSH_CAP_S, few_at_once
 
 COPY_BYTES_PER_S = 3e9
 """fp32 bytes per second that the training thread copies out or merges in."""
 STEP_OVERHEAD_S = 0.0004
-"""``peer.step`` in an inner step in which nothing is due (``benchmarks/plan_accuracy.py``)."""
+"""``peer.step`` in an inner step in which nothing is due (``benchmarks/offline.py plan``)."""
 SETTLE_S = 0.5
 """From the last commit until all have merged it and heard that all agree (0.3 to 1.3 s, measured)."""
 NETWORK_BYTES = 150e6
@@ -199,7 +200,7 @@ def exposed_ends_s(setting: Setting, times: Sequence[RoundTime], rounds: Flow) -
 def _delay_steps(setting: Setting, rounds: Flow) -> int:
     """Inner steps from send to apply. The rules "co2" and "eager" apply at the fragment's next point."""
     delay_s = max(rounds.to_apply_s, setting.sync_delay_steps * setting.step_s)
-    if setting.rule in {"co2", "eager"}:
+    if OUTER_RULES[setting.rule].returns_work:
         delay_s = max(1, math.ceil(delay_s / setting.round_s)) * setting.round_s
     return max(1, math.ceil(delay_s / setting.step_s - 1e-9))
 
@@ -233,13 +234,14 @@ def _exchange_copies(setting: Setting, sizes: Sequence[int], rounds: Flow) -> fl
     is_exact = payload >= 1.0  # fp32 loses nothing, and what is kept beyond the round is kept whole
     lost, kept_whole = (0.0, 1.0) if is_exact else (0.125, 0.125)
     means = payload * (1.0 - in_flight) if payload > LARGE_SHARE else payload
-    if setting.rule == "eager":
+    rule = OUTER_RULES[setting.rule]
+    if rule.copies:
         offer = 0.0  # it is kept until the next one
-    elif setting.rule == "co2" or setting.error_feedback:
+    elif rule.returns_work or setting.error_feedback:
         offer = lost
     else:
         offer = 0.5 if payload < COARSE_BITS / 32 else 0.0
-    kept = 2.0 + 2 * kept_whole * (setting.rule == "eager") + lost * setting.error_feedback + means
+    kept = 2.0 + rule.copies * kept_whole + lost * setting.error_feedback + means
     # On their way between threads: a snapshot, a decoded mean, a merge.
     temporary = 3 * max(setting.fragments) / setting.parameters
     return kept + in_flight * (offer + 3 * payload) + temporary

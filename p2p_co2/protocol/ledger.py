@@ -14,27 +14,23 @@ from p2p_co2.system.memory import Buffer, Joined
 from p2p_co2.wire.messages_pb2 import Outcome
 
 LATEST_BASE = 2
-"""Rounds that a mean counts as late at most, whatever its members claim: honest gradients are one late where
-live parameters meet a mean at the next schedule point."""
+"""Rounds that a mean counts as late at most, whatever its members claim. Honest gradients are one late at
+most."""
 
 
 @dataclass(frozen=True)
 class PartWeights:
-    """One part of a mean: blocks [start_block, stop_block) and the effective weight of every peer's slice.
-    ``offered``: the weights of these peers' offers, where they are others; ``offer_ids``: which offers they
-    are. Where no id is told, weights tell one from another."""
+    """One part of a mean: blocks [start_block, stop_block), the effective weight of every peer's slice, and
+    the ids of the offers that they are of."""
 
     start_block: int
     stop_block: int
     weights: Mapping[str, float]
-    offered: Mapping[str, float] = field(default_factory=dict)
     offer_ids: Mapping[str, bytes] = field(default_factory=dict)
 
-    def offer_of(self, peer: str) -> bytes | float | None:
-        """What names the offer of ``peer`` that counts here: its id, or its weight; None if none does."""
-        if not self.weights.get(peer):
-            return None
-        return self.offer_ids.get(peer) or self.offered.get(peer, self.weights[peer])
+    def offer_of(self, peer: str) -> bytes | None:
+        """The id of the offer of ``peer`` that counts here, empty if none was told; None if none does."""
+        return self.offer_ids.get(peer, b"") if self.weights.get(peer) else None
 
 
 @dataclass(frozen=True)
@@ -53,14 +49,12 @@ class AgreedMean:
 @Derived
 def weights_of(outcome: Outcome) -> tuple[PartWeights, ...]:
     """Who is in the mean of a checked, committed outcome, part by part."""
-    asked = {member.peer: member.weight for member in outcome.members}
     names = {member.peer: member.offer_id for member in outcome.members if member.offer_id}
     parts = []
     for part in outcome.parts:
         weights = {one.peer: one.weight for one in part.contributors}
-        offered = {peer: asked[peer] for peer, weight in weights.items() if weight != asked.get(peer, weight)}
         ids = {peer: names[peer] for peer in weights if peer in names}
-        parts.append(PartWeights(part.start_block, part.stop_block, weights, offered, ids))
+        parts.append(PartWeights(part.start_block, part.stop_block, weights, ids))
     return tuple(parts)
 
 
@@ -135,8 +129,8 @@ class Ledger(Protocol):
         """This peer's offer came to nothing; silent if it is not in flight: the next one may be already."""
 
     async def doubt(self, fragment: int) -> None:
-        """An offer of ours may be counted in a history that we do not hold: until a later one is counted
-        whole, taking over a donor's state must not keep what it may hold already."""
+        """An offer of ours may be counted in a history that we do not hold. Until a later one is counted
+        whole, a donor's state that is taken over may hold that work already."""
 
     async def export(self, fragment: int) -> Exported:
         """The fragment's state for a peer that is behind. It stays as it is while the swarm goes on."""
@@ -146,6 +140,6 @@ class Ledger(Protocol):
         parts: Sequence[PartWeights] | None = None, goes_back: bool = False,
     ) -> AgreedVersion:  # fmt: skip
         """Take over a donor's state; work of ours that is not counted yet is offered again. ``parts``: who is
-        in the round after the state that we hold, None if nobody told us; ``goes_back``: it may be an older
+        in the round after the state that we hold, None if nobody told us. ``goes_back``: it may be an older
         one, of another history. The state that is held already changes nothing, and offers go on. Raises
         ``DigestMismatch`` or ``RemoteProtocolError`` and then changes nothing."""

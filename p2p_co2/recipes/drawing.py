@@ -7,13 +7,15 @@ from contextlib import contextmanager
 
 import torch
 
+from p2p_co2.tensors.device import devices_in_use, random_state_kept, seed_accelerators
+
 
 @contextmanager
 def drawn_from(seed: int) -> Iterator[None]:
     """Inside, torch draws from ``seed``; afterwards its random state is what it was."""
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if used else []):
+    used = devices_in_use()
+    with random_state_kept(used):
         torch.manual_seed(seed)
         yield
     if not used:  # accelerators that nobody had drawn from were seeded too: as the user's own seed has them
-        torch.cuda.manual_seed_all(torch.initial_seed())
+        seed_accelerators(torch.initial_seed())

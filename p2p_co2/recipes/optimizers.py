@@ -7,7 +7,6 @@ all parameters through, as torch does for one optimizer with so many groups.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from p2p_co2.errors import ConfigError
+from p2p_co2.tensors.private import add_state_hooks, state_hooks
 
 
 class _States(MutableMapping[Tensor, Any]):
@@ -61,11 +61,7 @@ class Optimizers(Optimizer):
             raise ConfigError("join", "optimizer", problem)
         self.parts = tuple(parts)
         self._check_shared()
-        # Where torch's own methods register hooks on this optimizer's state as a whole.
-        self._optimizer_state_dict_pre_hooks = OrderedDict[int, Any]()
-        self._optimizer_state_dict_post_hooks = OrderedDict[int, Any]()
-        self._optimizer_load_state_dict_pre_hooks = OrderedDict[int, Any]()
-        self._optimizer_load_state_dict_post_hooks = OrderedDict[int, Any]()
+        add_state_hooks(self)  # of the state as a whole
 
     def _check_shared(self) -> None:
         seen = set[int]()
@@ -113,10 +109,10 @@ class Optimizers(Optimizer):
         self.parts[0].add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        for before in self._optimizer_state_dict_pre_hooks.values():
+        for before in state_hooks(self, "state_dict_pre"):
             before(self)
         said = self._states_said()
-        for after in self._optimizer_state_dict_post_hooks.values():
+        for after in state_hooks(self, "state_dict_post"):
             said = after(self, said) or said
         return said
 
@@ -137,10 +133,10 @@ class Optimizers(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises ``ValueError`` if it is not of as many groups and parameters."""
         state_dict = dict(state_dict)  # a hook may change it in place, as torch has it
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
+        for before in state_hooks(self, "load_state_dict_pre"):
             state_dict = before(self, state_dict) or state_dict
         self._load_states(state_dict)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
+        for after in state_hooks(self, "load_state_dict_post"):
             after(self)
 
     def _load_states(self, state_dict: dict[str, Any]) -> None:

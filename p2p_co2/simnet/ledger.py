@@ -24,7 +24,7 @@ from p2p_co2.simnet.work import BLOCK_BYTES, Offered, Saved, State, Work, add, m
 from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors.outer import Merge, StepReport
 from p2p_co2.trainer.ledger.fragment_state import EncodedOffer, Outcome
-from p2p_co2.trainer.ledger.worker import Encoded
+from p2p_co2.wire.schedule import OfferState
 
 TENSOR_BYTES_PER_S = 1e9
 """How fast the worker goes through payloads; all that it is asked takes a millisecond more."""
@@ -114,33 +114,30 @@ class CountingLedger:
         return self._unencoded > 0
 
     def submit_offer(
-        self, fragment: int, snapshot: tuple[int, int], weight: float, outcomes_taken: int, done: Encoded,
-        offer_id: bytes = b"",
+        self, fragment: int, snapshot: tuple[int, int], state: OfferState,
+        done: Callable[[EncodedOffer], None],
     ) -> None:  # fmt: skip
         """As ``TensorWorker.submit_offer``."""
         mine = self.fragments[fragment]
 
         def encode() -> None:
             self._unencoded -= 1
-            if outcomes_taken != mine.told:
-                self._tell(fragment)
+            if state.met != mine.told:
+                self._tell(fragment, ended=state)
                 return
-            offer = self.offer(fragment, snapshot[0], weight, offer_id)
+            offer = self.offer(fragment, snapshot[0], state)
             self.audit.offered(fragment, mine.state, snapshot[1], offer)
-            encoded = EncodedOffer(offer.round, offer.round - 1, offer.payload, None)
-            done(fragment, encoded, mine.state.agreed)
+            done(EncodedOffer(offer.round, offer.round - 1, offer.payload, None, mine.state.agreed.digest))
 
         self._unencoded += 1
         self._loop.call_at(self._turn(len(mine.counted) * BLOCK_BYTES), encode)
 
-    def offer(self, fragment: int, units: int, weight: float, offer_id: bytes) -> Offered:
+    def offer(self, fragment: int, units: int, state: OfferState) -> Offered:
         mine = self.fragments[fragment]
         if mine.in_flight is not None:
             raise LocalProtocolError(f"round {mine.in_flight.round} is still in flight")
         payload = self.work.offer(fragment, mine.counted, units)
-        mine.in_flight = Offered(
-            offer_id, mine.state.version + 1, weight, units, tuple(mine.counted), payload
-        )
+        mine.in_flight = Offered(state, mine.state.version + 1, units, tuple(mine.counted), payload)
         return mine.in_flight
 
     # ---- the Ledger protocol
@@ -215,9 +212,10 @@ class CountingLedger:
 
     def give_up(self, fragment: int, offer_id: bytes) -> None:
         mine = self.fragments[fragment]
-        if mine.in_flight is not None and mine.in_flight.offer_id == offer_id:
-            mine.in_flight, mine.withdrawn = None, mine.in_flight
-            self._tell(fragment)
+        offer = mine.in_flight
+        if offer is not None and offer.offer_id == offer_id:
+            mine.in_flight, mine.withdrawn = None, offer
+            self._tell(fragment, ended=offer.made)
 
     def take_over(
         self, fragment: int, data: Buffer, agreed: AgreedVersion, parts: Sequence[PartWeights] | None,
@@ -259,16 +257,16 @@ class CountingLedger:
     def _move(self, fragment: int, after: State, **more: Any) -> None:
         """Another state is the agreed one: offers have ended, and live parameters are to meet it."""
         mine = self.fragments[fragment]
-        ended = mine.in_flight is not None
+        ended = mine.in_flight.made if mine.in_flight is not None else None
         mine.state = after
         mine.in_flight = None
         mine.withdrawn = None
-        self._tell(fragment, Merge(1.0, cast(Any, after.version)), ends_offer=ended, **more)
+        self._tell(fragment, Merge(1.0, cast(Any, after.version)), ended=ended, **more)
 
     def _tell(self, fragment: int, merge: Merge | None = None, **more: Any) -> None:
         mine = self.fragments[fragment]
         mine.told += 1
-        self.outcomes.put(Outcome(fragment, mine.state.version, merge, **more))
+        self.outcomes.put(Outcome(fragment, mine.state.version, merge, number=mine.told, **more))
         self.on_outcome()
 
     # ---- the worker

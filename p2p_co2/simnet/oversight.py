@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from p2p_co2.node.node import Node
-from p2p_co2.node.progress import LACKS
+from p2p_co2.node.progress import LACKS, Where
 from p2p_co2.protocol.ledger import AgreedVersion
 from p2p_co2.protocol.rounds.bounds import READY_CAP_S
 from p2p_co2.simnet.laws import Books, Forks, Violation, comes_of
@@ -160,7 +160,7 @@ class Oversight:
 
 
 class Inspector:
-    """Of a whole swarm; implements ``process.Watch``. ``processes``: those that run, by their volunteers'
+    """Of a whole swarm; a ``ProcessWatch``. ``processes``: those that run, by their volunteers'
     index. ``offer_bound_s``: how long an offer may be open; ``heal_s``: how long a fork may be; ``ends``:
     with what each peer ended as the run was over.
 
@@ -226,7 +226,7 @@ class Inspector:
     def saw_arrival(self, process: Process, is_there: bool) -> None:
         if self._came_after_the_end(process):
             self.left_behind.add(process.peer)
-        elif not is_there and process.node is not None and process.node.progress.conclusions.met:
+        elif not is_there and process.node is not None and process.node.progress.joining.has_met:
             self.not_given.add(process.peer)
 
     def _came_after_the_end(self, process: Process) -> bool:
@@ -236,8 +236,8 @@ class Inspector:
             return False
         others = [other for other in self._processes.values() if other is not process]
         inside = {other.peer for other in others if other.trained_at is not None}
-        progress = process.node.progress.conclusions if process.node is not None else None
-        is_alone = progress is None or progress.left_behind or not progress.met
+        joining = process.node.progress.joining if process.node is not None else None
+        is_alone = joining is None or joining.where is Where.LEFT_BEHIND or not joining.has_met
         return inside <= self.left_behind and (bool(inside) or is_alone)
 
     def hear(self, process: Process, event: ev.Event) -> None:

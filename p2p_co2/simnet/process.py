@@ -27,8 +27,8 @@ from p2p_co2.simnet.virtual_time import ProcessLoop, VirtualTime, loop_of
 from p2p_co2.simnet.work import Saved, Work
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.arrival import Arrival, caught_up
-from p2p_co2.trainer.network_thread import NodeView
 from p2p_co2.trainer.synchroniser import Progressed, Source, Synchroniser
+from p2p_co2.trainer.views import NodeView
 from p2p_co2.wire.heartbeat import SLOWEST_HEARTBEAT_S
 from p2p_co2.wire.identity import Identity, PeerId
 
@@ -115,7 +115,7 @@ class Training:
                 self._news.clear()
 
 
-class Watch(Protocol):
+class ProcessWatch(Protocol):
     """Who is told what a process comes to. ``ended``: last of all and once, with an error that is ours."""
 
     def saw_node(self, process: Process, node: Node) -> None: ...
@@ -129,7 +129,7 @@ class Process:
     ``trained_at``: since when it trains, in virtual seconds; ``contributed_at``: when it was in a mean
     first."""
 
-    def __init__(self, scene: Scene, volunteer: Volunteer, watch: Watch) -> None:
+    def __init__(self, scene: Scene, volunteer: Volunteer, watch: ProcessWatch) -> None:
         self._scene = scene
         self.volunteer = volunteer
         self._watch = watch

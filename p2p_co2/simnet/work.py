@@ -17,6 +17,7 @@ from typing import NamedTuple
 from p2p_co2.digest import chunk_digests, digest_of_chunks
 from p2p_co2.protocol.ledger import AgreedVersion
 from p2p_co2.system.memory import Buffer
+from p2p_co2.wire.schedule import OfferState
 
 BLOCK_BYTES = 16
 WEIGHT_UNIT = 2**32
@@ -128,12 +129,15 @@ class Saved(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """An outer gradient on its way. ``counted``: per block, the unit after which it begins; ``units``: the
-    last one in it."""
+    """An outer gradient on its way. ``made``: as the training thread made it. ``counted``: per block, the
+    unit after which it begins; ``units``: the last one in it."""
 
-    offer_id: bytes
+    made: OfferState
     round: int
-    weight: float
     units: int
     counted: tuple[int, ...]
     payload: bytes
+
+    @property
+    def offer_id(self) -> bytes:
+        return self.made.offer_id

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 from p2p_co2.config import RunConfig
 from p2p_co2.recipes.inner_step import was_skipped
 from p2p_co2.swarm.data import Stopped, passes, warn_of_a_stream
+from p2p_co2.system.private import call_before_threads_end
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.tensors.pretrained import write_pretrained
 from p2p_co2.trainer.agreed_loss import AgreedLoss
@@ -37,10 +37,10 @@ _Batch = TypeVar("_Batch")
 
 
 def at_exit(leave: Callable[[], None]) -> Callable[[], None]:
-    """Have ``leave`` called when the program ends, before the threads that it needs are ended: ``atexit``
-    comes after that. What is returned calls it off, and lets go of what it holds: a model, say."""
+    """Have ``leave`` called when the program ends, before the threads that it needs are ended. What is
+    returned calls it off, and lets go of what it holds: a model, say."""
     held = [leave]
-    threading._register_atexit(lambda: [one() for one in held])  # type: ignore[attr-defined]
+    call_before_threads_end(lambda: [one() for one in held])
     return held.clear
 
 

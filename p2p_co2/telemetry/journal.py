@@ -1,8 +1,8 @@
 """Events on disk: one JSON object per line, written by one process, read by anybody at any time.
 
-Laws: a whole event is a whole line; what ``Journal`` wrote, ``read_events`` gives back equal (non-finite
-floats travel as null and come back as NaN); a file is hostile until checked, so a reader counts what it
-cannot use and never raises for content; writing never raises into the caller. Format: JSON Lines, RFC 8259 in
+Laws: a whole event is a whole line. What ``Journal`` wrote, ``read_events`` gives back equal; floats that are
+not finite travel as null and come back as NaN. A file is hostile until checked, so a reader counts what it
+cannot use and never raises for content. Writing never raises into the caller. Format: JSON Lines, RFC 8259 in
 ASCII. Price: some 26 MB a day and peer; no fsync, so a power cut may lose the last lines.
 """
 
@@ -35,8 +35,8 @@ RETRY_S = 10.0
 class Journal:
     """Appends events to ``path``; may be called from any thread.
 
-    Raises ``EnvironmentFault`` if the file cannot be opened. After that nothing raises: while the disk
-    refuses, events are dropped, a begun line is taken back, and ``failed`` says why; it is tried again every
+    Raises ``EnvironmentFault`` if the file cannot be opened. After that nothing raises. While the disk
+    refuses, events are dropped, a begun line is taken back, and ``failed`` says why. It is tried again every
     ``RETRY_S``. Events after ``close`` are dropped.
     """
 

@@ -1,21 +1,20 @@
-"""The swarm as its events tell it: ``SwarmView.add`` folds one in; a ``PeerView`` per peer.
+"""The swarm as its events tell it: ``SwarmView.add`` folds one in; a ``PeerRecord`` per peer.
 
-Law: the view is a function of each peer's own sequence of events; how those of different peers were
-interleaved does not matter. A round of the swarm is counted once, although every member writes of it. Rounds
-are keyed by (fragment, round), where ``round`` is the outer version it would make: a key may hold several
-aborts and at most one commit. In a run with stages each has fragments of its own, told apart by ``numbered``;
-an event is of the stage that its writer holds. Price: some 2 kB per round of four members, for the whole run
-unless ``rounds_kept`` bounds it.
+Law: the view is a function of each peer's own sequence of events, however those of different peers were
+interleaved. A round is counted once, although every member writes of it. Its key is (fragment, round), where
+``round`` is the outer version that it would make. Fragments of stages are told apart by ``numbered``. Price:
+some 2 kB per round of four members, for the whole run unless ``rounds_kept`` bounds it.
 """
 
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
 import functools
 import math
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -80,6 +79,8 @@ class Tally:
     refused: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     """Microbatches given up, by reason."""
+    missed: Counter[str] = field(default_factory=Counter)
+    """Exchanges with slices of it that were not counted, by reason."""
     sends: int = 0
     rounds_alone: int = 0
     in_flight_s: float = 0.0
@@ -98,6 +99,7 @@ class Tally:
         self.caught_up = Counter(event.caught_up)
         self.refused = Counter(event.refused)
         self.dropped = Counter(event.dropped)
+        self.missed = Counter(event.missed)
         for delay, times in event.sync_delay_steps.items():
             if _is_number(delay):
                 _count_value(self.sync_delay_steps, int(delay), times)
@@ -105,6 +107,12 @@ class Tally:
             fragment, _, stale = key.partition(":")
             if _is_number(fragment) and _is_number(stale):
                 _count_value(self.staleness, (int(fragment), int(stale)), times)
+
+
+_TALLY_OF: dict[type[ev.Event], str] = {
+    ev.MessageRefused: "refused", ev.MicrobatchDropped: "dropped", ev.SliceMissed: "missed",
+}  # fmt: skip
+"""Of events that are counted by reason."""
 
 
 @dataclass
@@ -117,13 +125,12 @@ class LinkView:
 
 
 @dataclass
-class PeerView:
-    """One peer. ``start``, ``progress``, ``end``: newest of this process (a figure that is no number is as
-    before); ``earlier``: counters of its earlier processes that ``progress`` does not hold. ``pipeline``:
-    newest word of its microbatches, of this process; None in a run of one stage. ``sent``, ``arrived``:
-    newest by fragment; ``agreed``: newest held-out loss; ``recent_sends``: (at, why skipped, "" if not);
-    ``recent_bytes``: (at, sent, received), of this process. ``seen_left``: (at, reason) by the peer that said
-    so: nothing else in here is the word of others."""
+class PeerRecord:
+    """One peer, by its own events. ``start``, ``progress``, ``pipeline``, ``end``: newest of this process; a
+    figure that is no number is as before. ``earlier``: counters of its earlier processes that ``progress``
+    does not hold. ``loading``: the agreed state on its way, None if there is none. ``sent``, ``arrived``:
+    newest by fragment. ``recent_sends``: (at, why skipped, "" if not); ``recent_bytes``: (at, up, down).
+    ``seen_left``: (at, reason) by the peer that said so; nothing else in here is the word of others."""
 
     peer: str
     first_seen_at: float | None = None
@@ -131,6 +138,7 @@ class PeerView:
     start: ev.PeerStarted = _NOT_STARTED
     progress: ev.Progress = _NO_PROGRESS
     pipeline: ev.StageProgress | None = None
+    loading: ev.StateLoading | None = None
     end: ev.PeerFinished | None = None
     earlier: Counters = field(default_factory=Counters)
     tally: Tally = field(default_factory=Tally)
@@ -176,7 +184,10 @@ class PeerView:
     @property
     def staleness(self) -> Counter[int]:
         """Applied outer steps by staleness."""
-        return sum(_by_fragment([self]).values(), Counter[int]())
+        found = Counter[int]()
+        for (_, stale), times in self.tally.staleness.items():
+            found[stale] += times
+        return found
 
     @property
     def carriers(self) -> dict[str, str]:
@@ -197,8 +208,8 @@ class PeerView:
 
     @property
     def waiting_share(self) -> float | None:
-        """Of the time in which this process trained, stood still or waited for microbatches, the part that it
-        waited; None in a run of one stage, and before there was any."""
+        """The part of its time that this process waited for microbatches; None in a run of one stage, and
+        before there was any."""
         if self.pipeline is None:
             return None
         waited_s = _finite_or(self.pipeline.waiting_s, 0.0)
@@ -222,6 +233,8 @@ class PeerView:
                 self._progress(event)
             case ev.StageProgress():
                 self.pipeline = event
+            case ev.StateLoading():
+                self.loading = event
             case ev.FragmentSent():
                 self.tally.sends += 1
                 self.sent[event.fragment] = event
@@ -247,6 +260,7 @@ class PeerView:
             self.earlier = dataclasses.replace(self.earlier, inner_steps=0, tokens=0)
         self.start = event
         self.pipeline = None
+        self.loading = None
         self.end = None
         self.recent_bytes.clear()
         for link in self.links.values():
@@ -271,12 +285,13 @@ class PeerView:
             case ev.CaughtUp():
                 _count(self.tally.caught_up, event.how)
                 self.arrived[event.fragment] = event
+                if self.loading is not None:
+                    left = tuple(one for one in self.loading.fragments if one != event.fragment)
+                    self.loading = dataclasses.replace(self.loading, fragments=left) if left else None
             case ev.AgreedMeasured() if math.isfinite(event.loss) and math.isfinite(event.position):
                 self.agreed = event
-            case ev.MessageRefused():
-                _count(self.tally.refused, event.reason)
-            case ev.MicrobatchDropped():
-                _count(self.tally.dropped, event.reason)
+            case ev.MessageRefused() | ev.MicrobatchDropped() | ev.SliceMissed():
+                _count(getattr(self.tally, _TALLY_OF[type(event)]), event.reason)
             case ev.Recalled():
                 self.tally.recall(event)
 
@@ -294,9 +309,9 @@ class PeerView:
         return _keep(self.links, other, self.links.get(other) or LinkView())
 
 
-def recalled(view: PeerView) -> list[ev.Event]:
-    """What ``view`` holds as events for a reader that comes late: they fold to the same view of the peer, its
-    loss of old and what others say of it left out."""
+def recalled(view: PeerRecord) -> list[ev.Event]:
+    """What ``view`` holds as events for a reader that comes late. They fold to the same record of the peer,
+    without its old losses and what others say of it."""
     arrived = list(view.arrived.values())
     sent = list(view.sent.values())
     newer = Tally()
@@ -315,7 +330,7 @@ def recalled(view: PeerView) -> list[ev.Event]:
         staleness={f"{fragment}:{stale}": times for (fragment, stale), times in staleness.items()},
         sync_delay_steps={str(delay): times for delay, times in delays.items()},
         skipped_sends=dict(tally.skipped_sends), caught_up=dict(tally.caught_up - newer.caught_up),
-        refused=dict(tally.refused), dropped=dict(tally.dropped),
+        refused=dict(tally.refused), dropped=dict(tally.dropped), missed=dict(tally.missed),
     )  # fmt: skip
     told = view.start, view.progress, view.pipeline, view.end, view.agreed
     newest = [event for event in told if event and event.peer]
@@ -351,8 +366,8 @@ class RoundView:
 
     @property
     def aborts(self) -> Counter[str]:
-        """Aborted attempts by reason, each once: the member that saw most is believed, of a committed round
-        one that knows of the commit, since the others may have lost just the answer (``missed_by``)."""
+        """Aborted attempts by reason, each once: the member that saw most is believed. Of a committed round
+        it is one that knows of the commit; the others may have lost just the answer (``missed_by``)."""
         asked = self.aborted.keys() - self.missed_by
         best = min(asked, key=lambda peer: (-self.aborted[peer].total(), peer), default="")
         return Counter(self.aborted.get(best, ()))
@@ -384,13 +399,29 @@ class RoundView:
 
 
 @dataclass
+class Outcomes:
+    """What became of a stage's rounds, each counted once. ``alone``: made by one peer with nobody else;
+    ``aborts``: attempts by reason."""
+
+    committed: int = 0
+    alone: int = 0
+    aborts: Counter[str] = field(default_factory=Counter)
+
+    def count(self, round_: RoundView) -> None:
+        outcome = round_.outcome
+        self.committed += outcome == "committed"
+        self.alone += outcome == "alone"
+        self.aborts.update(round_.aborts)
+
+
+@dataclass
 class SwarmView:
     """All peers and rounds. ``notable``: the newest ``MAX_NOTABLE`` events worth a line, oldest first.
     ``counted``: work by peer (tokens, summed over fragments) as certificates say, of ``counted_rounds``
     rounds; those ``counted_before`` are in it already. ``rounds_kept``: older rounds than these are only
     counted; 0 keeps all, and only then does the order of peers not matter."""
 
-    peers: dict[str, PeerView] = field(default_factory=dict)
+    peers: dict[str, PeerRecord] = field(default_factory=dict)
     rounds: dict[tuple[int, int], RoundView] = field(default_factory=dict)
     notable: list[ev.Event] = field(default_factory=list)
     warnings: int = 0
@@ -398,13 +429,12 @@ class SwarmView:
     counted_rounds: int = 0
     counted_before: set[tuple[int, int]] = field(default_factory=set)
     rounds_kept: int = 0
-    _old_outcomes: Counter[tuple[int, str]] = field(default_factory=Counter)
-    _old_aborts: dict[int, Counter[str]] = field(default_factory=dict)
+    _old: dict[int, Outcomes] = field(default_factory=dict)
 
     def add(self, event: ev.Event) -> None:
         """Take in one event; events of one peer must come in the order it wrote them."""
         if isinstance(event, ev.Recalled) and event.peer in self.peers:
-            self.peers[event.peer] = PeerView(event.peer, seen_left=self.peers[event.peer].seen_left)
+            self.peers[event.peer] = PeerRecord(event.peer, seen_left=self.peers[event.peer].seen_left)
         teller = self._peer(event.peer)
         teller.add(event)
         match event:
@@ -435,23 +465,22 @@ class SwarmView:
             bisect.insort(self.notable, event, key=lambda one: (one.at, one.peer))
             del self.notable[:-MAX_NOTABLE]
 
-    def _peer(self, peer: str) -> PeerView:
+    def _peer(self, peer: str) -> PeerRecord:
         if peer not in self.peers:
-            self.peers[peer] = PeerView(peer)
+            self.peers[peer] = PeerRecord(peer)
         return self.peers[peer]
 
-    def _round(self, teller: PeerView, event: _OfRound) -> RoundView:
+    def _round(self, teller: PeerRecord, event: _OfRound) -> RoundView:
         key = numbered(teller.stage, event.fragment), event.round
         known = self.rounds.get(key)
         if known is None:
             if self.rounds_kept and len(self.rounds) >= self.rounds_kept:
                 old = self.rounds.pop(next(iter(self.rounds)))
-                self._old_outcomes[old.stage, old.outcome] += 1
-                self._old_aborts[old.stage] = self._old_aborts.get(old.stage, Counter()) + old.aborts
+                self._old.setdefault(old.stage, Outcomes()).count(old)
             known = self.rounds[key] = RoundView(event.fragment, event.round, teller.stage)
         return known
 
-    def _count(self, teller: PeerView, event: ev.RoundCounted) -> None:
+    def _count(self, teller: PeerRecord, event: ev.RoundCounted) -> None:
         """Every member reads the same decision, so the first that tells of it is enough."""
         known = self._round(teller, event)
         if known.weights:
@@ -498,66 +527,42 @@ class SwarmView:
         return teller.stage if teller is not None and teller.start.stages > 1 else None
 
     @property
-    def committed(self) -> int:
-        """Rounds of the swarm that several peers committed, each counted once."""
-        return sum(self.committed_by_stage.values())
+    def outcomes(self) -> dict[int, Outcomes]:
+        """Of all rounds, by stage."""
+        found = defaultdict(Outcomes, copy.deepcopy(self._old))
+        for view in self.rounds.values():
+            found[view.stage].count(view)
+        for peer in self.peers.values():
+            found[peer.stage].alone = max(found[peer.stage].alone, peer.tally.rounds_alone)
+        return found
 
     @property
-    def committed_by_stage(self) -> Counter[int]:
-        """The same, by stage."""
-        return self._made("committed")
+    def committed(self) -> int:
+        """Rounds of the swarm that several peers committed."""
+        return sum(of_stage.committed for of_stage in self.outcomes.values())
 
     @property
     def alone(self) -> int:
         """Rounds that one peer made with nobody else: nothing was exchanged."""
-        return sum(self.alone_by_stage.values())
-
-    @property
-    def alone_by_stage(self) -> Counter[int]:
-        """The same, by stage."""
-        made = self._made("alone")
-        for peer in self.peers.values():
-            made[peer.stage] = max(made[peer.stage], peer.tally.rounds_alone)
-        return made
-
-    def _made(self, outcome: str) -> Counter[int]:
-        """Rounds with this outcome, by stage."""
-        made = Counter(view.stage for view in self.rounds.values() if view.outcome == outcome)
-        for (stage, old), times in self._old_outcomes.items():
-            made[stage] += times if old == outcome else 0
-        return made
+        return sum(of_stage.alone for of_stage in self.outcomes.values())
 
     @property
     def abort_reasons(self) -> Counter[str]:
-        """Aborted rounds of the swarm by reason, each counted once."""
-        return sum(self.aborts_by_stage.values(), Counter[str]())
+        """Aborted rounds of the swarm by reason."""
+        return sum((of_stage.aborts for of_stage in self.outcomes.values()), Counter())
 
-    @property
-    def aborts_by_stage(self) -> dict[int, Counter[str]]:
-        """The same, by stage."""
-        found = {stage: Counter(old) for stage, old in self._old_aborts.items()}
-        for view in self.rounds.values():
-            if view.aborted:
-                found.setdefault(view.stage, Counter()).update(view.aborts)
-        return found
-
-    @property
-    def fragment_staleness(self) -> dict[int, Counter[int]]:
-        """Applied outer steps of all peers by staleness, by fragment (``numbered``)."""
-        return _by_fragment(self.peers.values())
-
-    @property
-    def stage_staleness(self) -> dict[int, Counter[int]]:
-        """The same by stage."""
-        found: dict[int, Counter[int]] = {}
+    def staleness_by(self, *, stage: bool = False) -> dict[int, Counter[int]]:
+        """Applied outer steps of all peers by staleness, by fragment (``numbered``), or by ``stage``."""
+        found = defaultdict[int, Counter[int]](Counter)
         for peer in self.peers.values():
-            found.setdefault(peer.stage, Counter()).update(peer.staleness)
-        return found
+            for (fragment, stale), times in peer.tally.staleness.items():
+                found[peer.stage if stage else numbered(peer.stage, fragment)][stale] += times
+        return dict(found)
 
     @property
     def staleness(self) -> Counter[int]:
         """The same over all fragments."""
-        return sum(self.fragment_staleness.values(), Counter[int]())
+        return sum(self.staleness_by(stage=True).values(), Counter())
 
     @property
     def sync_delay_steps(self) -> Counter[int]:
@@ -568,14 +573,6 @@ class SwarmView:
     def totals(self) -> Counters:
         """What all peers did, in whatever stage."""
         return functools.reduce(Counters.plus, (peer.totals for peer in self.peers.values()), Counters())
-
-
-def _by_fragment(peers: Iterable[PeerView]) -> dict[int, Counter[int]]:
-    found: dict[int, Counter[int]] = {}
-    for peer in peers:
-        for (fragment, stale), times in peer.tally.staleness.items():
-            found.setdefault(numbered(peer.stage, fragment), Counter())[stale] += times
-    return found
 
 
 def mean_of(histogram: Mapping[int, int]) -> float | None:

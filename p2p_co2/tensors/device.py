@@ -1,19 +1,22 @@
-"""What to train on: ``auto`` is the first GPU that torch can compute on, else the processor.
+"""What to train on, and what a device can: no other file asks torch for that.
 
     device = training_device("auto")
     device.words        # "cuda:0 (NVIDIA GeForce RTX 4090, 24 GB)"
     model.to(device.name)
 
-A GPU that torch sees and cannot compute on (a driver that is too old, a card that this build has no kernels
-for, no memory left) is passed over by ``auto``, and the words say why.
+``auto`` is the first GPU that torch can compute on, else the processor. One that torch sees and cannot
+compute on is passed over, and the words say why: its driver, its kernels or its memory.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from p2p_co2.errors import ConfigError
 from p2p_co2.system.accelerators import Maker
@@ -85,7 +88,86 @@ def built_for() -> Maker | None:
 
 
 def device_of(number: int, wanted: str) -> str:
-    """What peer ``number`` (from 0) of a swarm on this machine is to be told where ``wanted`` was asked for:
-    ``auto`` spreads them over the GPUs, where there are several."""
+    """What peer ``number`` (from 0) of a swarm on this machine is to be told where ``wanted`` was asked for.
+    ``auto`` spreads them over several GPUs."""
     count = torch.cuda.device_count()
     return f"cuda:{number % count}" if wanted == AUTO and count > 1 else wanted
+
+
+# ---- what a device can
+
+Device = torch.device | str
+RandomState = Mapping[torch.device, Tensor]
+"""Of torch's random numbers, by device."""
+_CPU = torch.device("cpu")
+
+
+def is_accelerator(device: Device) -> bool:
+    """Whether it has memory and a queue of its own."""
+    return torch.device(device).type not in ("cpu", "meta")
+
+
+def await_computed(device: Device) -> None:
+    """Wait until it has computed what is queued there."""
+    if is_accelerator(device):
+        torch.accelerator.current_stream(torch.device(device)).synchronize()
+
+
+def memory_bytes(device: Device) -> tuple[int, int]:
+    """Of an accelerator: free, and in all. Raises ``RuntimeError``, ``AssertionError`` or ``ValueError`` if
+    torch cannot say."""
+    if not is_accelerator(device):
+        raise ValueError(f"{device} has no memory of its own")
+    free, total = torch.get_device_module(torch.device(device)).mem_get_info(device)
+    return free, total
+
+
+def most_used_bytes(device: Device) -> float:
+    """The most memory of an accelerator that this process has held so far."""
+    return float(torch.get_device_module(torch.device(device)).max_memory_reserved(device))
+
+
+def devices_in_use() -> list[torch.device]:
+    """The accelerators that this process has begun to use."""
+    has_begun = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if has_begun else []
+
+
+def current_accelerator() -> int | None:
+    """The one that this thread has chosen, for ``choose_accelerator`` in another thread."""
+    return torch.cuda.current_device() if devices_in_use() else None
+
+
+def choose_accelerator(index: int | None) -> None:
+    if index is not None:
+        torch.cuda.set_device(index)
+
+
+def random_state(devices: Iterable[torch.device]) -> RandomState:
+    """As it is now, on the processor and on those of ``devices`` that are accelerators."""
+    there = {one for one in devices if is_accelerator(one)}
+    own = {one: torch.get_device_module(one).get_rng_state(one) for one in there}
+    return {_CPU: torch.get_rng_state(), **own}
+
+
+def set_random_state(state: RandomState) -> None:
+    for device, values in state.items():
+        if is_accelerator(device):
+            torch.get_device_module(device).set_rng_state(values, device)
+        else:
+            torch.set_rng_state(values)
+
+
+@contextmanager
+def random_state_kept(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Afterwards the random numbers there, and on the processor, go on from where they were."""
+    kept = random_state(devices)
+    try:
+        yield
+    finally:
+        set_random_state(kept)
+
+
+def seed_accelerators(seed: int) -> None:
+    """Those that nobody has drawn from yet, too, when they are used first."""
+    torch.cuda.manual_seed_all(seed)

@@ -1,27 +1,18 @@
 """A module cut into fragments, the same way on every peer, and its live parameters seen through them.
 
-Laws of the cut: every element of every trainable parameter is in exactly one slice (tied weights once, under
-their first name); the same module gives the same plan and the same ``digest`` on every machine; no fragment
-is larger than 1.5 times the mean (or one element above it, when there are hardly more elements than
-fragments).
+Laws of the cut: every element of every trainable parameter is in exactly one slice, tied weights once under
+their first name. The same module gives the same plan and the same ``digest`` on every machine. No fragment is
+larger than 1.5 times the mean, or one element above it.
 
-How: the parameters are laid out on a tape and the tape is cut. Transformer blocks are strided, block l
-beside blocks l + P, l + 2 P and so on (Streaming DiLoCo, arXiv 2501.18512, section 2.1: early and late
-layers share a fragment); what is outside the blocks, embeddings and head, has a tape and fragments of its
-own. Cuts are even, and move to the end of a block or a parameter when one is near. Even cuts are ours:
-traffic is then the same at every schedule point, whatever the model.
+How: the parameters are laid out on a tape and the tape is cut. Transformer blocks are strided, block l beside
+blocks l + P, l + 2 P and so on (Streaming DiLoCo, arXiv 2501.18512, section 2.1). What is outside the blocks
+has a tape and fragments of its own. Cuts are even, so that traffic is the same at every schedule point. They
+move to the end of a block or a parameter when one is near.
 
-Laws of the live parameters: a snapshot is a copy, so what crosses to another thread never changes under it; a
-merge touches only its fragment's elements, in place, so the inner optimizer keeps its references and its
-state; a merge is computed in fp32 (fp64 for parameters of that) and rounded once to the parameter's dtype.
-All slices are one call of torch's where they can be: after each call a thread waits for the interpreter, up
-to 5 ms if the network's thread has it. On an accelerator a copy comes after the steps that are queued there,
-and how long they took is told apart from the copy.
-
-Price: a fragment is a list of slices and not of parameters. Buffers (batch-norm statistics) are in no
-fragment: each peer keeps its own, and a newcomer begins with those of a donor. With 16-bit parameters a merge
-smaller than half a last place is rounded away: keep fp32 parameters and use autocast if that matters. A
-parameter whose memory is not contiguous is copied as a whole for each merge.
+Laws of the live parameters: a snapshot is a copy. A merge touches only its fragment's elements, in place, so
+the inner optimizer keeps its references and its state. It is computed in fp32 (fp64 for parameters of that)
+and rounded once to the parameter's dtype. With 16-bit parameters a merge below half a last place is lost.
+Reasons: ``docs/design/memory.md``.
 """
 
 from __future__ import annotations
@@ -41,8 +32,10 @@ from torch.optim import Optimizer
 
 from p2p_co2.errors import ConfigError, LocalProtocolError
 from p2p_co2.system.memory import POOLED_BYTES, large_buffer
-from p2p_co2.tensors.names import kind_of, named_modules, named_parameters, unwrapped
+from p2p_co2.tensors.device import await_computed, is_accelerator
+from p2p_co2.tensors.names import named_modules, named_parameters, unwrapped
 from p2p_co2.tensors.outer import Merge
+from p2p_co2.tensors.private import class_of
 
 MAX_OVER_MEAN = 1.5
 _SNAP = 0.1
@@ -193,7 +186,7 @@ def _block_list(module: nn.Module) -> str | None:
         if any(name.startswith(prefix) for prefix in outer):
             continue
         children = [(key, unwrapped(child)) for key, child in candidate.named_children()]
-        if len(children) < 2 or len({kind_of(child) for _, child in children}) > 1:
+        if len(children) < 2 or len({class_of(child) for _, child in children}) > 1:
             continue
         if not all(key.isdigit() for key, _ in children):
             continue  # a Sequential with names: positions would be guesses
@@ -327,7 +320,7 @@ class LiveParameters:
             out = large_tensor(fragment.numel)
         self._check(index, out)
         devices = self._let_compute(index)
-        if len(devices) == 1 and next(iter(devices)).type != "cpu":
+        if len(devices) == 1 and is_accelerator(next(iter(devices))):
             views = [
                 self._parameters[part.name].reshape(-1)[part.start : part.stop] for part in fragment.slices
             ]
@@ -341,42 +334,36 @@ class LiveParameters:
 
     @torch.no_grad()
     def merge_(self, index: int, merge: Merge) -> None:
-        """``live = keep * live + addend`` for fragment ``index``, in place; ``addend`` is fp32 [numel]."""
+        """``live = keep * live + addend`` for fragment ``index``, in place; with ``keep`` 0 whatever was
+        there. ``addend``: fp32 [numel]."""
         self._check(index, merge.addend)
         self._let_compute(index)
+        keep = merge.keep
         views = list[Tensor]()
         addends = list[Tensor]()
         for parameter, part, at, addend in self._with(index, merge.addend):
-            self._move_copies(parameter, part, merge.keep, addend[at])
+            self._move_copies(parameter, part, keep, addend[at])
             flat = parameter.view(-1) if parameter.is_contiguous() else parameter.reshape(-1)
             view = flat[part.start : part.stop]
-            if view.dtype == torch.float32 and parameter.is_contiguous():
+            if keep == 0.0:
+                view.copy_(addend[at])
+            elif view.dtype == torch.float32 and parameter.is_contiguous():
                 views.append(view)
                 addends.append(addend[at])
             elif view.dtype in (torch.float32, torch.float64):
-                (view if merge.keep == 1.0 else view.mul_(merge.keep)).add_(addend[at])
+                (view if keep == 1.0 else view.mul_(keep)).add_(addend[at])
             else:
-                view.copy_(
-                    (view.float() if merge.keep == 1.0 else view.float() * merge.keep).add_(addend[at])
-                )
+                view.copy_((view.float() if keep == 1.0 else view.float() * keep).add_(addend[at]))
             if not parameter.is_contiguous():
                 parameter.copy_(flat.view(parameter.shape))
-        if views and merge.keep != 1.0:
-            torch._foreach_mul_(views, merge.keep)
+        if views and keep != 1.0:
+            torch._foreach_mul_(views, keep)
         if views:
             torch._foreach_add_(views, addends)
 
-    @torch.no_grad()
     def load_(self, index: int, values: Tensor) -> None:
         """Overwrite fragment ``index`` with ``values`` (fp32 [numel]), in place."""
-        self._check(index, values)
-        self._let_compute(index)
-        for parameter, part, at, source in self._with(index, values):
-            self._move_copies(parameter, part, 0.0, source[at])
-            flat = parameter.view(-1) if parameter.is_contiguous() else parameter.reshape(-1)
-            flat[part.start : part.stop].copy_(source[at])
-            if not parameter.is_contiguous():
-                parameter.copy_(flat.view(parameter.shape))
+        LiveParameters.merge_(self, index, Merge(0.0, values))
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -433,8 +420,8 @@ class LiveParameters:
     # ---- time
 
     def take_computing_s(self) -> float:
-        """Seconds since this was asked last for which copies waited until accelerators had computed what
-        training had queued there: time that training used, not the exchange."""
+        """Seconds, since this was asked last, for which copies waited for what training had queued on
+        accelerators: training's time, not the exchange's."""
         taken_s = self.computing_s
         self.computing_s = 0.0
         self._waited_for.clear()
@@ -449,9 +436,9 @@ class LiveParameters:
     def await_computed(self, devices: Iterable[torch.device]) -> None:
         """Wait until they have computed what is queued there; that time is training's."""
         for device in devices:
-            if device.type != "cpu" and device not in self._waited_for:
+            if is_accelerator(device) and device not in self._waited_for:
                 began_at = time.monotonic()
-                torch.accelerator.current_stream(device).synchronize()
+                await_computed(device)
                 self.computing_s += time.monotonic() - began_at
                 self._waited_for.add(device)
 

@@ -1,12 +1,11 @@
 """The names of a model's parameters as its author wrote them, whatever wrappers this machine put round it.
 
-``torch.compile``, activation checkpointing and data parallelism wrap a module in another one and so put a
-prefix into the names of what is inside ("_orig_mod.", "module."). Whether a model is wrapped is one machine's
-own business, and names are what peers and checkpoints recognise parameters by. So the module tree is walked
-here, and a wrapper's inner module takes the wrapper's place.
+``torch.compile``, activation checkpointing and data parallelism wrap a module in another one and put a prefix
+into the names of what is inside. Names are what peers and checkpoints recognise parameters by. So the module
+tree is walked here, and a wrapper's inner module takes the wrapper's place.
 
 Law: a wrapped model has the same names in the same order as the model without wrappers. A module that its
-author called ``module`` keeps its name: wrappers are known by what they are, not by what they are called.
+author called ``module`` keeps its name.
 """
 
 from __future__ import annotations
@@ -15,32 +14,14 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-_INNER = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Where torch's wrappers keep what they wrap: names that nobody else uses."""
-
-_MIXED_IN = ("FSDPModule", "ReplicateModule")
-"""Classes of torch's that a sharded or replicated module has beside its own."""
+from p2p_co2.tensors.private import inner_module, names_not_saved, own_modules, own_tensors
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """``module``, or what is inside if it is a wrapper."""
-    while True:
-        children = dict(module.named_children())
-        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            inner = children.get("module")
-        else:
-            inner = next((children[name] for name in _INNER if name in children), None)
-        if inner is None:
-            return module
+    while (inner := inner_module(module)) is not None:
         module = inner
-
-
-def kind_of(module: nn.Module) -> type:
-    """The class that the author gave it: ``fully_shard`` puts one of its own before it."""
-    kind = type(module)
-    while any(base.__name__ in _MIXED_IN for base in kind.__bases__) and len(kind.__bases__) > 1:
-        kind = next(base for base in kind.__bases__ if base.__name__ not in _MIXED_IN)
-    return kind
+    return module
 
 
 def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -72,22 +53,21 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
-    """Further plain names of parameters and persistent buffers that have several, and the first of each: what
-    a state dict of the module holds beyond ``named_parameters`` and ``named_buffers``."""
+    """Further plain names of parameters and persistent buffers, and the first of each: what a state dict
+    holds beyond ``named_parameters`` and ``named_buffers``."""
     own = {**named_parameters(module), **named_buffers(module, persistent=True)}
     first = {id(one): name for name, one in own.items()}
     found = dict[str, str]()
 
     def walk(path: str, wrapped: nn.Module) -> None:
         inner = unwrapped(wrapped)
-        left_out = inner._non_persistent_buffers_set
-        for key, one in {**inner._parameters, **inner._buffers}.items():
+        left_out = names_not_saved(inner)
+        for key, one in own_tensors(inner).items():
             name = f"{path}{key}"
-            if one is not None and key not in left_out and first[id(one)] != name:
+            if key not in left_out and first[id(one)] != name:
                 found[name] = first[id(one)]
-        for key, child in inner._modules.items():
-            if child is not None:
-                walk(f"{path}{key}.", child)
+        for key, child in own_modules(inner).items():
+            walk(f"{path}{key}.", child)
 
     walk("", module)
     return found
@@ -99,7 +79,7 @@ def named_buffers(module: nn.Module, persistent: bool = False) -> dict[str, Tens
     found = dict[str, Tensor]()
     seen = set[int]()
     for path, part in named_modules(module):
-        left_out = part._non_persistent_buffers_set if persistent else ()
+        left_out = names_not_saved(part) if persistent else set[str]()
         for name, buffer in part.named_buffers(recurse=False):
             if name not in left_out and id(buffer) not in seen:
                 seen.add(id(buffer))

@@ -1,34 +1,26 @@
-"""The outer optimizer: momentum, the staleness gap penalty, clipping, and the merges of each apply rule.
+"""The outer optimizer: momentum, the staleness gap penalty and clipping.
 
 ``init`` and ``step`` are an algorithm over a plain ``OuterState``, one per fragment: what a committed mean
-does to the agreed parameters. ``merge`` and ``eager_correction`` say how live parameters meet the result. In
-the papers' symbols:
-``params`` is CO2's x and DiLoCo's theta, ``momentum`` CO2's m, ``config.momentum`` beta, ``config.lr`` the
-outer learning rate, ``config.clip_phi`` CO2's phi. The outer gradient is ``state.params - params``; the
-sign is law.
+does to the agreed parameters. How live parameters meet the result the ``outer_rules`` say. In the papers'
+symbols ``params`` is CO2's x and DiLoCo's theta, ``momentum`` CO2's m, ``config.momentum`` beta. The outer
+gradient is ``state.params - params``; the sign is law.
 
 Laws:
 
 1. Agreed state. ``step`` gives the same bits on every peer. Multiplication and addition are separate
-   operations, each rounded once; ``torch.add(alpha=)``, ``addcmul`` and ``lerp`` are never used, because
-   some builds fuse them into one rounding. No tensor is divided by a number. Norms have no reduction order
-   (``norm_of_pieces``). A process that flushes denormals breaks this law.
+   operations, each rounded once: ``torch.add(alpha=)``, ``addcmul`` and ``lerp`` are never used. No tensor is
+   divided by a number. Norms have no reduction order. A process that flushes denormals breaks this law.
 2. An aborted round changes nothing: there is no call for it.
-3. A state is never modified, unless ``step`` is told that nobody else holds it.
+3. A state is never modified, unless ``step`` is told that nobody else holds it (``docs/design/memory.md``).
 
-Sources: CO2 (arXiv 2401.16265) for the staleness gap penalty (after its Eq. 3, denominator ours) and outer
-momentum clipping; DiLoCo and Streaming DiLoCo (2501.18512) for Nesterov and ``blend``; Eager updates
-(2502.12996) for ``eager_correction``; ``keep`` is ours.
-
-The mean is read piece by piece, so nothing of the fragment's size is made but the new state, and that lies in
-the old one's memory where nobody else needs it. Price: the mean is decoded three times (four with Nesterov in
-the old memory), in pieces that stay in the cache.
+Sources: CO2 (arXiv 2401.16265) for the gap penalty (after its Eq. 3, denominator ours) and momentum clipping;
+DiLoCo (2311.08105) for Nesterov.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,8 +33,8 @@ from p2p_co2.tensors.codec.passes import Changed, Passes
 
 _NORM_BITS = 18
 PIECE = 1 << 16
-"""Elements worked on at once, few enough for a cache, and for ``square_sum``: this many squares of
-integers of at most 2^_NORM_BITS stay below 2^53, so fp64 adds them exactly, in any order."""
+"""Elements worked on at once. So many squares of integers of at most 2^_NORM_BITS stay below 2^53: fp64 adds
+them exactly, in any order."""
 MOVED_NORMS_KEPT = 4
 """Changes of ``params`` whose norms are remembered: the staleness that the gap penalty measures exactly."""
 _WIDTH = 2 * PIECE
@@ -109,7 +101,7 @@ def step(
     new state takes that memory, if the step cannot fail. ``new`` gives all other memory, by its number of
     values.
 
-    Raises ``RemoteProtocolError`` if the mean is not finite or would take the state out of fp32: every peer
+    Raises ``RemoteProtocolError`` if the mean is not finite or would take the state out of fp32. Every peer
     that holds the same bits refuses alike, and the state stays. Raises ``LocalProtocolError`` for a wrong
     shape or version.
     """
@@ -274,24 +266,21 @@ def _pieces(size: int) -> Iterator[slice]:
     return (slice(start, min(start + _WIDTH, size)) for start in range(0, size, _WIDTH))
 
 
-def stability_warning(config: OuterConfig, delayed: bool) -> str | None:
+def stability_warning(config: OuterConfig) -> str | None:
     """Words for a person if these settings are known to diverge under a full round of delay, else None.
 
-    Linear model, with delta in (0, 1) the contraction of one round of training: one round late, heavy ball
-    is stable for ``lr * delta < 1 - beta``. So ``lr / (1 - beta)`` below 1 always is, and above 2 only a
-    model that covers less than half of its way per round is.
+    Linear model: delta in (0, 1) is the contraction of one round of training. One round late, heavy ball is
+    stable for ``lr * delta < 1 - beta``. So ``lr / (1 - beta)`` below 1 always is, and above 2 only a model
+    that covers less than half of its way per round is.
     """
     speed = config.lr / (1.0 - config.momentum)
-    if not delayed or config.rule not in {"co2", "eager"} or config.gap_penalty or speed <= 2.0:
+    if not config.is_delayed or config.gap_penalty or speed <= 2.0:
         return None
     return (
         f"outer.rule {config.rule!r} applies means one round late; with outer.lr / (1 - outer.momentum) = "
         f"{speed:.1f} (above 2) and no gap penalty this diverges on most models: set outer.gap_penalty = "
         "true, or lower outer.lr or outer.momentum"
     )
-
-
-# ---- how live parameters meet the agreed ones
 
 
 class Merge(NamedTuple):
@@ -303,61 +292,6 @@ class Merge(NamedTuple):
     addend: Tensor
 
 
-def merge(
-    config: OuterConfig,
-    old: OuterState,
-    new: OuterState,
-    offered: Callable[[slice], Tensor] | None,
-    missed: Sequence[slice],
-    out: Tensor | None = None,
-) -> Merge:
-    """Rules "keep" and "blend": how live parameters take in the step from ``old`` to ``new``, at any moment
-    after it.
-
-    ``offered``: any range of the outer gradient that this peer offered, from ``old``, as a new tensor; None
-    if it made no offer. ``missed``: ranges in which the offer did not reach the mean. ``out``: memory for the
-    addend; it may be ``old.params`` itself.
-
-    keep: where the offer counted, the drift since the snapshot survives (``new + (live - snapshot)``). Where
-    it did not, all drift since ``old`` does (``new + (live - old)``), so the work is offered again.
-
-    blend: ``alpha * live + (1 - alpha) * new`` (Streaming DiLoCo). A peer with any missed range uses "keep"
-    for this one merge, so as not to lose work that nobody else has.
-    """
-    if config.rule not in {"keep", "blend"}:
-        raise LocalProtocolError(f"merge is not for rule {config.rule!r}")
-    if config.rule == "blend" and offered is not None and not missed:
-        return Merge(config.blend_alpha, torch.mul(new.params, 1.0 - config.blend_alpha, out=out))
-    addend = torch.empty_like(old.params) if out is None else out
-    # Where the offer was missed the drift is measured from ``old``, as if nothing had been offered.
-    lost = [(max(0, part.start), part.stop) for part in missed]
-    for start in range(0, addend.numel(), PIECE):
-        at = slice(start, min(start + PIECE, addend.numel()))
-        here = torch.sub(new.params[at], old.params[at], out=addend[at])
-        if offered is not None:
-            counted = offered(at)
-            for first, last in lost:
-                counted[max(0, first - start) : max(0, last - start)] = 0.0
-            here.add_(counted)
-    return Merge(1.0, addend)
-
-
-def eager_correction(config: OuterConfig, gap: float, share: float, fresh: Tensor, stale: Tensor) -> Tensor:
-    """What a peer subtracts from the agreed parameters under rule "eager": its own fresh share in place of
-    its own stale share.
-
-    Eager updates (arXiv 2502.12996) step with ``g + share * (fresh - stale)`` in place of the mean ``g``:
-    ``stale`` is this peer's outer gradient inside ``g``, ``fresh`` the one it offers now (fp32 [n] both),
-    ``share`` its weight in ``g``. Call the difference e. The step is linear in the mean, so the parameters
-    lose ``lr * e / gap`` more (heavy ball), or ``lr * (1 + beta) * e / gap`` (Nesterov).
-
-    The agreed step stays that of "co2": each peer adds this for itself, unclipped, with the agreed gap. It is
-    not carried into the momentum: the next mean brings the fresh gradients of all peers.
-    """
-    factor = 1.0 + config.momentum if config.nesterov else 1.0
-    return (fresh - stale).mul_(config.lr * factor * share / gap)
-
-
 # ---- norms that have no reduction order, and passes over whole fragments
 
 
@@ -366,9 +300,9 @@ def norm_of_pieces(largest: float, pieces: Iterable[Tensor]) -> float:
     every machine, however they are cut. Inf if a value is not finite, 0 for no values.
 
     A float sum depends on its order, so on thread count, vector width and device. Here the largest magnitude
-    (no order in a maximum) gives a power of two that scales all values to at most 2^18; they are rounded to
-    integers, and integers are squared and summed, exactly. The rounding is at most 2^-18 of the largest
-    magnitude per value. So a peer computes these bits itself, and believes nobody about them.
+    gives a power of two that scales all values to at most 2^18. They are rounded to integers, which are
+    squared and summed exactly. The rounding is at most 2^-18 of the largest magnitude per value. So a peer
+    computes these bits itself, and believes nobody about them.
     """
     if largest in {0.0, math.inf}:
         return largest

@@ -5,10 +5,9 @@ them.
     AutoModelForCausalLM.from_pretrained("out")             # of a transformers model
     safetensors.torch.load_model(model, "out/model.safetensors")         # of any other
 
-A model that can save itself (``save_pretrained``: transformers, PEFT) does so, with the given values in the
-place of its own: it knows its file names, its tied weights and its config. Any other becomes
-``model.safetensors`` under its own names, and ``config.json`` if its ``config`` is a dict.
-No library but torch and safetensors is imported here.
+A model that can save itself (``save_pretrained``: transformers, PEFT) does so, with the given values. It
+knows its file names, its tied weights and its config. Any other becomes ``model.safetensors`` under its own
+names, and ``config.json`` if its ``config`` is a dict. No library but torch and safetensors is imported here.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ def write_pretrained(
     as it was afterwards.
 
     Raises ``ConfigError`` if ``state`` has a name or shape that the model has not, or a file of ``beside`` is
-    not there; ``EnvironmentFault`` if the disk refuses. Price: one copy of the parameters that are no fp32.
+    not there. Raises ``EnvironmentFault`` if the disk refuses. Price: one copy of the parameters that are no
+    fp32.
     """
     inner = unwrapped(model)
     full = {name: one for name, one in full_state(inner, state).items() if not _is_extra(name)}

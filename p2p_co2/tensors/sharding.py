@@ -12,18 +12,14 @@ none. Other cuts, such as tensor parallelism's, are named by ``trouble_with_cut`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from p2p_co2.tensors import private
+from p2p_co2.tensors.private import is_dtensor as is_sharded
 
-
-def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Whether it is cut between processes; asked without an import that takes half a second."""
-    return type(tensor).__name__ == "DTensor"
+__all__ = ["Shards", "as_sharded", "held", "is_sharded", "reshard", "shard", "trouble_with_cut"]
 
 
 def shard(tensor: Tensor) -> Tensor:
@@ -85,11 +81,10 @@ def as_sharded(mine: Tensor, like: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Have all that FSDP2 put together for a forward pass in shards again: the first module keeps its
-    parameters whole until a backward pass, which an evaluation has none of."""
+    """Have all that FSDP2 put together for a forward pass in shards again. The first module keeps its
+    parameters whole until a backward pass, and an evaluation has none."""
     for module in model.modules():
-        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
-            module.reshard()  # type: ignore[operator]  # torch types a module's names so
+        private.reshard(module)
 
 
 class Shards(Mapping[str, Tensor]):

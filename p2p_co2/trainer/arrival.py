@@ -16,7 +16,8 @@ from dataclasses import replace
 from p2p_co2.config import ClockConfig
 from p2p_co2.errors import ConfigError, RunOver, TransportError
 from p2p_co2.node.node import Node
-from p2p_co2.trainer.stages.side_thread import PeerThread
+from p2p_co2.node.progress import Where
+from p2p_co2.trainer.session import Participation
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.wire.messages_pb2 import RunPosition
 
@@ -78,8 +79,8 @@ class Arrival:
         """Whether it has arrived; not while it ``is_in_doubt``, and raises as that. Raises
         ``TransportError`` if it cannot arrive any more."""
         node = self._node
-        known = self._node.progress.conclusions
-        if known.full:
+        known = self._node.progress.joining
+        if known.where is Where.NO_ROOM:
             raise TransportError(
                 f"this run has {self._group_size} peers already, as many as its group_size allows; "
                 "join again when one has left"
@@ -87,16 +88,18 @@ class Arrival:
         if (moved := sum(map(operator.ne, node.agreed, self._began_with))) > self._given:
             self._given = moved
             self._given_at = now
-        if not known.left_behind:
+        is_left_behind = known.where is Where.LEFT_BEHIND
+        if not is_left_behind:
             self._followed_at = now
-        in_doubt = self.is_in_doubt(now) or known.left_behind
+        in_doubt = self.is_in_doubt(now) or is_left_behind
         # Of others that just came, or went, it is concluded only in a moment what that means.
-        if not in_doubt and (known.heard or node.live_peers() == 0):
+        is_alone = known.where is Where.ALONE
+        if not in_doubt and (not is_alone or node.live_peers() == 0):
             listened = self._has_listened(now)
             # Those who join as we do know no more than we: who is listed may be about to answer.
-            knows = known.met or not node.unheard_peers() or listened
+            knows = known.has_met or not node.unheard_peers() or listened
             found = knows and now - self._began_at > 0.2
-            if found and known.abreast if known.heard else listened:
+            if listened if is_alone else found and known.where is Where.ABREAST:
                 return True
         if now - self._followed_at > GATHER_BOUND_S / 2:
             raise TransportError(
@@ -112,8 +115,8 @@ class Beginning:
     ``resumed_at``: the position, in rounds, of the checkpoint that this peer goes on from; None without
     one."""
 
-    def __init__(self, thread: PeerThread, rounds: int, resumed_at: float | None, start_over: bool) -> None:
-        self._thread = thread
+    def __init__(self, part: Participation, rounds: int, resumed_at: float | None, start_over: bool) -> None:
+        self._part = part
         self._rounds = rounds
         self._resumed_at = resumed_at
         self._is_allowed = start_over
@@ -124,7 +127,7 @@ class Beginning:
         if self._is_allowed or not self._rounds:
             return
         with contextlib.suppress(TransportError):  # it is asked once more before anything is begun
-            if self._is_over(self._thread.run_position()) and self._thread.is_listed_empty():
+            if self._is_over(self._part.run_position()) and self._part.is_listed_empty():
                 raise RunOver(self._rounds)
 
     def is_allowed(self, node: Node, has_waited: bool) -> bool:
@@ -133,7 +136,7 @@ class Beginning:
         have left, or no seed says whether they have)."""
         if not self._is_allowed and self._refusal is None:
             try:
-                last = self._thread.run_position()
+                last = self._part.run_position()
             except TransportError:
                 if has_waited and self._resumed_at is None:
                     raise
@@ -143,7 +146,7 @@ class Beginning:
         if refusal is None or not (has_waited or not node.live_peers()):
             return self._is_allowed
         # Whoever is listed and does not answer left a moment ago, or is there and out of reach.
-        advice = self._thread.network.reach_advice if node.unheard_peers() else ""
+        advice = self._part.network.reach_advice if node.unheard_peers() else ""
         if not advice or isinstance(refusal, RunOver):
             raise refusal
         raise TransportError(f"{refusal}; or, if somebody is still there: {advice}")
@@ -154,7 +157,7 @@ class Beginning:
         if self._is_over(last):
             self._refusal = RunOver(self._rounds)
         elif last is not None and resumed_at is None:
-            stage = self._thread.network.holds.stage
+            stage = self._part.network.holds.stage
             how = "--start-over" if stage is None else f"--stage {stage} --restart-stage"
             self._refusal = TransportError(
                 f"the others left at round {last.position:.1f}; join with the checkpoint of one of them, "
@@ -163,7 +166,7 @@ class Beginning:
         else:
             self._is_allowed = True
             if last is not None and resumed_at is not None and last.position > resumed_at + 1:
-                self._thread.warn(
+                self._part.warn(
                     f"this run was at round {last.position:.1f} when it was last heard of, and this "
                     f"checkpoint is of round {resumed_at:.1f}: the rounds between are trained again; "
                     "if a peer has a later checkpoint, stop, and start that one first"

@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import OWN_LOOP, PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError
+from p2p_co2.node.environment import RunGroup
 from p2p_co2.node.node import Node
 from p2p_co2.protocol.pipeline import Place
 from p2p_co2.protocol.rounds import PayloadShape
@@ -26,7 +26,7 @@ from p2p_co2.system.memory import use_one_arena
 from p2p_co2.system.process import say
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import centred_mean, weighted_mean
+from p2p_co2.tensors.aggregation import get_rule
 from p2p_co2.tensors.checkpoint import folder as checkpoints
 from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
 from p2p_co2.tensors.checkpoint.folder import Checkpoint
@@ -41,14 +41,13 @@ from p2p_co2.trainer.exchanged_model import Plan, check_model
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.model_summary import ModelBuffers, summarise
-from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.ranks.group import form_group, spread_buffers
 from p2p_co2.trainer.ranks.parameters import Group
 from p2p_co2.trainer.ranks.peer import LeadingPeer, as_one_peer
 from p2p_co2.trainer.rates import Rates
-from p2p_co2.trainer.stages.peer import StagePeer, Trained, data_seed, fitting, sizes_of
-from p2p_co2.trainer.stages.side_thread import PeerThread, SideThread
+from p2p_co2.trainer.session import Participation, Session
+from p2p_co2.trainer.stages.peer import StagePeer, TrainedGroup, data_seed, fitting, sizes_of
 from p2p_co2.trainer.stages.work import Crossings, StageWork
 from p2p_co2.trainer.synchroniser import Progressed
 
@@ -71,15 +70,16 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     _check_call(ticket, config, on_event)
     use_one_arena()  # before there are threads: each stays with the arena that it had
     config = config.model_copy(update={"folder": config.folder.absolute()})  # wherever the program goes later
-    thread = NetworkThread(Ticket.parse(ticket), config, on_event)
+    session = Session(Ticket.parse(ticket), config, on_event)
     try:
-        thread.open()
-        if doubt := thread.network.clock_doubt:
-            thread.warn(doubt)
+        session.open()
+        network = session.network
+        if doubt := network.clock_doubt:
+            session.warn(doubt)
+        return Connection(Participation(session, RunGroup.whole(network.run)), config)
     except BaseException:
-        thread.close()
+        session.close()
         raise
-    return Connection(thread, config)
 
 
 def print_warnings(event: ev.Event) -> None:
@@ -121,29 +121,29 @@ class Connection:
     """A verified run, not yet trained in. End it with ``close``, or ``start`` and then the peer's
     ``leave``."""
 
-    _thread: PeerThread
+    _part: Participation
     config: PeerConfig
 
     @property
     def run(self) -> RunConfig:
         """What all peers of the run agree on."""
-        return self._thread.network.run
+        return self._part.network.run
 
     @property
     def board(self) -> str:
         """The address of this peer's own page on the loopback; "" if ``config.board`` is False or
         its extra is missing. Nothing runs for it until somebody looks, and then a process of its own."""
-        return self._thread.board
+        return self._part.board
 
     @property
     def ticket(self) -> str:
         """An invitation: the ticket that this peer came by, with some peers as further seeds, so that it
         works when the first seeds are gone. It grows as this peer meets others."""
-        return str(self._thread.network.invitation)
+        return str(self._part.network.invitation)
 
     def close(self) -> None:
         """Leave the network. May be called twice."""
-        self._thread.close()
+        self._part.close()
 
     @torch.inference_mode(False)
     def start(
@@ -171,9 +171,9 @@ class Connection:
             problem = "begins anew, and resume=True asks for a checkpoint; leave one out"
             raise ConfigError("start", "start_over", problem)
         check_model(model, optimizer, in_group=group is not None)
-        rates = Rates(optimizer, learning_rate, self._thread.warn)
+        rates = Rates(optimizer, learning_rate, self._part.warn)
         stages = self.run.pipeline.stages
-        stage = self._thread.network.holds.stage
+        stage = self._part.group.number
         if stages > 1 and stage is None:
             raise ConfigError("start", "pipeline.stages", f"is {stages} in this run: use start_stage(recipe)")
         if stages == 1 and self.config.stage > 0:
@@ -186,7 +186,7 @@ class Connection:
         saved = self._load(plan, False if start_over else resume)
         is_resumed = saved is not None
         position = None if saved is None else saved.position
-        beginning = Beginning(self._thread, self.run.clock.rounds, position, start_over)
+        beginning = Beginning(self._part, self.run.clock.rounds, position, start_over)
         beginning.refuse_if_over()
         ledger, progressed = self._restored(plan, saved, is_scheduled=learning_rate is not None)
         saved = None  # its memory is the worker's to let go
@@ -203,16 +203,16 @@ class Connection:
         except BaseException:
             ledger.close()
             raise
-        others = self._thread.view.swarm_position()
+        others = self._part.view.swarm_position()
         progressed = caught_up(progressed, others, self.run.clock, time.monotonic())
-        if warning := outer.stability_warning(self.run.outer, delayed=self.run.outer.is_delayed):
-            self._thread.warn(warning)
+        if warning := outer.stability_warning(self.run.outer):
+            self._part.warn(warning)
         if not is_resumed:
             checkpoints.set_aside(self._checkpoints)
         if self.run.recipe == OWN_LOOP:
             self._keep_layout(model, fragments)
         kind = Peer if group is None else LeadingPeer
-        return kind(self._thread, ledger, plan, rates, progressed)
+        return kind(self._part, ledger, plan, rates, progressed)
 
     def start_stage(self, recipe: Recipe, resume: bool | None = None, start_over: bool = False) -> StagePeer:
         """As ``start``, for a run with stages: hold one of them, and meet the stages beside it. Which one:
@@ -228,13 +228,13 @@ class Connection:
                 "start_stage", "pipeline.stages", "is 1 in this run: use start(model, optimizer)"
             )
         stages = recipe.in_stages(pipeline.stages)
-        thread = self._main
-        me = self._main.network.identity.peer_id
+        session = self._part.session
+        me = session.network.identity.peer_id
         goes_on = resume is not False and not start_over
         wanted = self._wanted_stage(goes_on)
         device = training_device(self.config.device).name
         cache_bytes = self.config.cache_bytes
-        stage = thread.choose_stage(
+        stage = session.choose_stage(
             wanted, lambda: fitting(stage_sizes(recipe, run), run, device, cache_bytes)
         )
         module = stages.build(run.seed, stage).to(device)
@@ -243,61 +243,63 @@ class Connection:
         crossings = Crossings.of(stages, *like, *codecs)
         place = Place(me, int.from_bytes(os.urandom(8)), stage, pipeline.stages)
         sizes = sizes_of(run, crossings, stage, cache_bytes)
-        groups = self._start_groups(recipe, stages.groups(stage, module), resume, start_over)
+        groups = self._start_groups(stage, recipe, stages.groups(stage, module), resume, start_over)
         try:
             peer = groups[0].peer
             draws = recipe.batches(data_seed(run, me, peer.inner_steps), pipeline.sequences)
             own = draws if stage == 0 else None
             work = StageWork(stages, module, stage, crossings, own, cache_bytes // 2)
-            return StagePeer(groups, thread.start_pipeline(place, sizes), place, work, recipe.max_grad_norm)
+            return StagePeer(groups, session.start_pipeline(place, sizes), place, work, recipe.max_grad_norm)
         except BaseException:
             for group in reversed(groups):
                 group.peer.leave("could not meet the stages beside it")
             raise
 
     def _start_groups(
-        self, recipe: Recipe, models: Sequence[nn.Module], resume: bool | None, start_over: bool
-    ) -> list[Trained]:
-        """Be a peer of the stage's own group, then of the tied table's, if there is a second model."""
-        trained = list[Trained]()
-        for model in models:
-            connection = self._beside() if trained else self
+        self, stage: int | None, recipe: Recipe, models: Sequence[nn.Module], resume: bool | None,
+        start_over: bool,
+    ) -> list[TrainedGroup]:  # fmt: skip
+        """Be a peer of the stage's own group, or the whole run's, then of the tied table's, if there is a
+        second model."""
+        run = self.run
+        own = RunGroup.whole(run) if stage is None else RunGroup.of_stage(run, stage)
+        tied = self.beside(RunGroup.of_table(run), TIED)
+        places = replace(self, _part=Participation(self._part.session, own)), tied
+        trained = list[TrainedGroup]()
+        for model, connection in zip(models, places, strict=False):
             optimizer = recipe.optimizer(model.parameters())
             try:
                 peer = connection.start(model, optimizer, recipe.learning_rate, resume, start_over)
             except BaseException:
-                for group in trained:
-                    group.peer.leave("could not join the group of the tied table")
+                for one in trained:
+                    one.peer.leave("could not join the group of the tied table")
                 raise
-            trained.append(Trained(peer, optimizer))
+            trained.append(TrainedGroup(peer, optimizer))
         return trained
 
-    def _beside(self) -> Connection:
-        """In the group of the table that the first stage and the last share, with a folder in this one's."""
-        stages = self.run.pipeline.stages
-        config = self.config
-        thread = SideThread(self._main, stages, {0, stages - 1}, "the tied table")
-        return Connection(thread, config.model_copy(update={"folder": config.folder / TIED}))
-
-    @property
-    def _main(self) -> NetworkThread:
-        assert isinstance(self._thread, NetworkThread)
-        return self._thread
+    def beside(self, group: RunGroup, folder: str) -> Connection:
+        """This peer in a further group of the run; ``start`` it after this one, with a model of that group's
+        own, and leave it before. ``group``: with a name, in which its warnings are told; ``folder``: in this
+        one's, for its checkpoints."""
+        config = self.config.model_copy(update={"folder": self.config.folder / folder})
+        return Connection(Participation(self._part.session, group), config)
 
     def visit(self, recipe: Recipe) -> list[Peer]:
         """As ``start``, to read what others agree on and leave. In a run with stages it is a peer of those
         that hold ``config.stage``, and need not meet the stages beside it. With the first stage it is one of
         the tied table's group too, if there is one. Leave from the last to the first. Raises as ``start``."""
         models = [recipe.model]
+        stage = None
         count = self.run.pipeline.stages
         if count > 1:
-            self._main.network.holds.visits = True
+            session = self._part.session
+            session.network.holds.visits = True
             stages = recipe.in_stages(count)
-            stage = self._main.choose_stage(self.config.stage, lambda: range(count))
+            stage = session.choose_stage(self.config.stage, lambda: range(count))
             models = stages.groups(stage, stages.build(self.run.seed, stage))
             if stage:
                 models = models[:1]
-        return [group.peer for group in self._start_groups(recipe, models, None, False)]
+        return [group.peer for group in self._start_groups(stage, recipe, models, None, False)]
 
     def _wanted_stage(self, goes_on: bool) -> int:
         """-1 for any. A peer that ``goes_on`` from its folder's checkpoint goes on with that one's stage."""
@@ -328,7 +330,7 @@ class Connection:
         """The tensor worker, and where the peer goes on: from ``saved``, which the model and its optimizer
         take over, or from the model."""
         live = plan.live()
-        me = self._thread.network.identity.peer_id
+        me = self._part.network.identity.peer_id
         codec = get_codec(self.run.codec.name)
         states = saved.states if saved is not None else [
             outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments.fragments
@@ -337,15 +339,14 @@ class Connection:
         fragments = [
             FragmentState(self.run, codec, me, state, index, uses) for index, state in enumerate(states)
         ]
-        rule = partial(centred_mean, uses=uses) if self.run.weight_cap else weighted_mean
-        ledger = TensorWorker(codec, fragments, rule)
+        ledger = TensorWorker(codec, fragments, get_rule(self.run.aggregation.rule, uses))
         if saved is None:
             return ledger, Progressed()
         for trouble in resuming.restore(saved, live, plan.model, plan.optimizer, is_scheduled):
-            self._thread.warn(trouble)
+            self._part.warn(trouble)
         ledger.restore(saved.residuals, saved.past)
         for damage in saved.passed_over:
-            self._thread.warn(f"a checkpoint is damaged, went on from the checkpoint before it: {damage}")
+            self._part.warn(f"a checkpoint is damaged, went on from the checkpoint before it: {damage}")
         return ledger, Progressed(saved.position, saved.inner_steps, saved.tokens)
 
     def _start_node(self, plan: Plan, ledger: TensorWorker) -> Node:
@@ -360,25 +361,25 @@ class Connection:
         )  # fmt: skip
         sizes = [state_size_bytes(fragment.numel) for fragment in fragments]
         summary = summarise(plan.model, plan.fragments, {} if plan.group is None else plan.group.frozen)
-        node = self._thread.start_node(shape, sizes, ledger, summary)
+        node = self._part.start_node(shape, sizes, ledger, summary)
         if unread := [row.name for row in summary.rows if not (row.is_trained or row.values)]:
             names = ", ".join(unread[:4])
-            self._thread.warn(f"torch does not show frozen values, so nobody compares them: {names}")
+            self._part.warn(f"torch does not show frozen values, so nobody compares them: {names}")
         return node
 
     def _share_buffers(self, model: nn.Module, is_newcomer: bool) -> None:
         """Give newcomers this peer's buffers; begin with a donor's, if this peer ``is_newcomer``."""
         buffers = ModelBuffers(model)
         if buffers.running:
-            self._thread.warn(
+            self._part.warn(
                 f"buffers such as {buffers.running[0]} are each peer's own: rounds do not average them, and "
                 "a newcomer begins with a donor's"
             )
-        taken = self._thread.ask(self._thread.view.take_buffers(buffers, is_newcomer))
+        taken = self._part.ask(self._part.view.take_buffers(buffers, is_newcomer))
         if is_newcomer and buffers.size_bytes:
             troubles = buffers.load_(taken) if taken else ["nobody gave them"]
             if troubles:
-                self._thread.warn(f"this peer begins with buffers of its own: {'; '.join(troubles)}")
+                self._part.warn(f"this peer begins with buffers of its own: {'; '.join(troubles)}")
 
     def _keep_layout(self, model: nn.Module, fragments: FragmentPlan) -> None:
         """So that ``p2p-co2 model`` needs no program of the user's. Tells what forbids it, and goes on."""
@@ -386,19 +387,19 @@ class Connection:
             keep_layout(model, fragments, self._checkpoints)
         except resuming.FAULTS as error:
             why = f"{type(error).__name__}: {error}"
-            self._thread.warn(f"p2p-co2 model will need --recipe: the model does not say its layout ({why})")
+            self._part.warn(f"p2p-co2 model will need --recipe: the model does not say its layout ({why})")
 
     def _tell_of_start(self, plan: Plan, progressed: Progressed, is_resumed: bool) -> None:
         fields = dict(
-            name=self.config.name, pid=os.getpid(), software=self._thread.network.software,
+            name=self.config.name, pid=os.getpid(), software=self._part.network.software,
             device=str(next(plan.model.parameters()).device), parameters=plan.fragments.numel,
             fragments=len(plan.fragments.fragments), run=self.run.digest().hex(),
             upload_cap_bytes_per_s=self.config.limits.upload_bytes_per_s,
             resumed_from=str(self._checkpoints) if is_resumed else "",
             inner_steps=progressed.inner_steps, position=progressed.position,
-            stage=self._thread.network.holds.stage or 0, stages=self.run.pipeline.stages,
+            stage=self._part.network.holds.stage or 0, stages=self.run.pipeline.stages,
         )  # fmt: skip
-        self._thread.report(ev.PeerStarted, fields)
+        self._part.report(ev.PeerStarted, fields)
 
     def _arrive(self, node: Node, beginning: Beginning) -> None:
         """Wait until enough peers are live, and this one is where the swarm is, or is sure that it is
@@ -408,13 +409,13 @@ class Connection:
             return arrival.is_gathered(self.config.min_peers, now)
 
         def there(arrival: Arrival, now: float) -> bool:
-            met = node.progress.conclusions.met
-            return arrival.is_there(now) and (met or beginning.is_allowed(node, arrival.has_waited(now)))
+            has_met = node.progress.joining.has_met
+            return arrival.is_there(now) and (has_met or beginning.is_allowed(node, arrival.has_waited(now)))
 
         for is_done in (gathered, there):
             arrival = Arrival(node, time.monotonic(), self.run.group_size)
             while not is_done(arrival, time.monotonic()):
-                self._thread.check()
+                self._part.check()
                 time.sleep(0.02)
 
 

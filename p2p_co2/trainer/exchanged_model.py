@@ -1,11 +1,11 @@
-"""The model that a peer trains: what it and its optimizer have to be for a swarm to train them, looked at
-before the network is used, and again, by identity, while training goes on.
+"""The model that a peer trains, and what it and its optimizer have to be for a swarm to train them. That is
+looked at before the network is used, and again while training goes on.
 
-Law: what is taken is exchanged. Each trainable parameter is a plain dense tensor with memory of its own, the
-optimizer that ``join`` was given trains all of them and nothing else, and until the peer leaves they are the
-same objects by name, shape and dtype. Anything else raises ``ConfigError`` with the parameter's name and the
-cure. A parameter that several modules share (tied) is one parameter. What is frozen may be anything that
-holds values. fp64 parameters train in fp64 and are exchanged in fp32.
+Law: what is taken is exchanged. Each trainable parameter is a plain dense tensor with memory of its own. The
+optimizer trains all of them and nothing else. Until the peer leaves they are the same objects by name, shape
+and dtype. Anything else raises ``ConfigError`` with the parameter's name and the cure. A parameter that
+several modules share (tied) is one parameter. What is frozen may be anything that holds values. fp64
+parameters train in fp64 and are exchanged in fp32.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from p2p_co2.errors import ConfigError
 from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, Slice, named_values
 from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names
 from p2p_co2.tensors.outer import Merge, OuterState
+from p2p_co2.tensors.private import is_batch_norm, is_fully_sharded
 from p2p_co2.tensors.sharding import is_sharded, shard, trouble_with_cut
 from p2p_co2.trainer.ranks.parameters import Group, RankedParameters
 
@@ -92,8 +93,7 @@ class ExchangedModel:
     def look(self, position: float) -> None:
         """Raise ``ConfigError`` if the model has other parameters than those that are exchanged. Reads no
         values; as long as nothing changes it costs a glance at each module. One that is frozen for part of an
-        iteration is still trained: it is told only if all that is frozen stays for a round, up to
-        ``position``."""
+        iteration is still trained. It is told only if all that is frozen stays as it is for a round."""
         if (glance := self._glance()) == self._seen:
             self._frozen.clear()
             return
@@ -150,10 +150,7 @@ class ExchangedModel:
         """As ``LiveParameters.merge_``; whether it lasts is seen after the next step."""
         part = max(self.live.slices(fragment), key=lambda one: one.stop - one.start, default=None)
         before = None if part is None else self._values(part)
-        if merge.keep == 0.0:
-            self.live.load_(fragment, merge.addend)
-        else:
-            self.live.merge_(fragment, merge)
+        self.live.merge_(fragment, merge)
         self._frozen = {
             name: (since, _some_of(self._joined[name][0])) for name, (since, _) in self._frozen.items()
         }
@@ -194,8 +191,8 @@ class ExchangedModel:
         return [shard(one).detach() for key, one in like if self._is_copy(key)]
 
     def _is_copy(self, key: str) -> bool:
-        """Whether entry ``key`` of the inner optimizer's states lies near the parameters, over all of them,
-        and is no moment of gradients by its name: with much weight decay those lie near them, too."""
+        """Whether entry ``key`` of the inner optimizer's states lies near the parameters, over all of them.
+        Moments of gradients, known by their names, do so too with much weight decay."""
         if key not in self._copied:
             state = self._plan.optimizer.state
             apart = 0.0
@@ -213,7 +210,7 @@ class ExchangedModel:
         """Its parameters were not finite: running statistics that are not either begin anew, too."""
         self._merged = None
         for module in self._plan.model.modules():
-            if not isinstance(module, nn.modules.batchnorm._NormBase) or not module.track_running_stats:
+            if not is_batch_norm(module):
                 continue  # others' buffers may be of dtypes that cannot be asked
             if not all(bool(one.isfinite().all()) for one in module.buffers(recurse=False)):
                 module.reset_running_stats()
@@ -279,7 +276,7 @@ def check_model(model: nn.Module, optimizer: Optimizer, in_group: bool = False) 
 
 def _check_wrappers(model: nn.Module, in_group: bool) -> None:
     for name, module in model.named_modules():
-        if "_fsdp_wrapped_module" in dict(module.named_children()):
+        if is_fully_sharded(module):
             raise ConfigError("model", name or type(module).__name__, _OLD_FSDP)
         if isinstance(module, nn.parallel.DistributedDataParallel) and not in_group:
             raise ConfigError("model", name or type(module).__name__, _ALONE)

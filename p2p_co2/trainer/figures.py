@@ -2,7 +2,7 @@
 where the time went.
 
 Law: an argument is what it should be at the call, or ``ConfigError`` names it there. Nothing is read from an
-accelerator, which would wait for all that is queued on it: what lies there is checked by type, and read when
+accelerator, which would wait for all that is queued on it. What lies there is checked by type, and read when
 figures are made. Time is an argument here.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from p2p_co2.errors import ConfigError
+from p2p_co2.tensors.device import is_accelerator
 
 MAX_TOKENS = 2**40
 """In one step."""
@@ -24,8 +25,8 @@ RATE_DECAY = 0.8
 
 
 class Figures:
-    """Of one peer. All time in ``after_step`` is standing still, so the figure cannot flatter, but for that
-    of steps which an accelerator has yet to compute before a fragment can be copied: it is training's."""
+    """Of one peer. All time in ``after_step`` is standing still. What an accelerator has yet to compute
+    before a fragment can be copied is training's."""
 
     def __init__(self, tokens: int, now: float) -> None:
         self.train_s = self.exposed_s = 0.0
@@ -110,7 +111,7 @@ def tokens_of(tokens: Any) -> int | Tensor:
     """
     value = tokens
     if isinstance(tokens, Tensor) and _is_one_number(tokens):
-        if tokens.device.type != "cpu":
+        if is_accelerator(tokens.device):
             return tokens.detach()
         value = tokens.item()
     if isinstance(value, numbers.Real | SupportsIndex) and not isinstance(value, bool | Tensor):

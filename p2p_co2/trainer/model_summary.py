@@ -1,19 +1,16 @@
 """A model as its peers compare it, and the buffers that a newcomer is given.
 
-Compared are names, shapes, dtypes, fragments, and the values of what is frozen.
-Peers exchange only what is trained. Adapters that were fitted to different frozen bases, or matrices whose
-shapes differ and whose sizes do not, would be averaged into something that fits none of them; so peers
-compare summaries when they meet (``wire.model_table``). Quantised layers keep their frozen base in buffers:
-matrices of narrow numbers count as frozen parameters do. Counters, statistics, masks and indices do not.
+Compared are names, shapes, dtypes, fragments, and the values of what is frozen (``wire.model_table``).
+Adapters that were fitted to different frozen bases would be averaged into something that fits none of them.
+Quantised layers keep their frozen base in buffers: matrices of narrow numbers count as frozen parameters do.
 
 A newcomer begins with a donor's persistent buffers (``catchup.donor``), batch-norm statistics above all:
-they are in no fragment and in no mean, and each peer keeps its own, of its own data. Running statistics go
-first, then the others, small ones first, as long as all are within ``MOST_BYTES``; not what a checkpoint does
-not hold either. Which go, and where in the bytes they lie, depends on names, shapes and dtypes alone.
+they are in no fragment and in no mean. Running statistics go first, then the others, small ones first, as
+long as all are within ``MOST_BYTES``. Which go, and where in the bytes they lie, depends on names, shapes and
+dtypes alone.
 
 Law: the same model gives the same summary on every machine and device, wrapped or not. Price: every frozen
-byte is read once, at some GB/s, in pieces of ``PIECE_BYTES``. A tensor whose bytes torch does not show
-counts by its name, shape and dtype alone.
+byte is read once. A tensor whose bytes torch does not show counts by its name, shape and dtype alone.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ def summarise(
 
 def _is_packed(buffer: Tensor) -> bool:
     """Whether a buffer looks like quantised weights: whole numbers of up to 32 bits or fp8, in 2 or more
-    dimensions. Indices have 64 bits, counters fewer dimensions."""
+    dimensions."""
     is_plain = buffer.dtype in EXCHANGED or buffer.dtype == torch.bool or buffer.is_complex()
     return buffer.dim() > 1 and buffer.element_size() <= PACKED_BYTES and not is_plain
 
@@ -106,8 +103,8 @@ class ModelBuffers:
 
     @torch.no_grad()
     def to_bytes(self) -> bytes:
-        """All values as they are now, one buffer after the other; empty if the buffers are not those of
-        which this was made any more, or torch does not show their values."""
+        """All values as they are now, one buffer after the other. Empty if the buffers are others by now, or
+        torch does not show their values."""
         buffers = _given(self._module)
         if _layout(buffers) != self.layout:
             return b""

@@ -22,6 +22,7 @@ from p2p_co2.system.governor import BY_HAND, Governor, WishFile
 from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import swarm_digest
+from p2p_co2.tensors.device import random_state_kept
 from p2p_co2.tensors.names import unwrapped
 from p2p_co2.tensors.pretrained import full_state
 from p2p_co2.tensors.sharding import shard
@@ -30,7 +31,7 @@ from p2p_co2.trainer.figures import loss_of, tokens_of
 from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.rates import Rates
 from p2p_co2.trainer.saver import Saver
-from p2p_co2.trainer.stages.side_thread import PeerThread
+from p2p_co2.trainer.session import Participation
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S, Progressed, Synchroniser
 
 
@@ -71,9 +72,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
     what a user's evaluation changes there is no wish about training."""
     modes = [(module, module.training) for module in model.modules()]
     is_grad = torch.is_grad_enabled()
-    devices = {one.device for one in model.parameters() if one.device.type not in ("cpu", "meta")}
-    kind = next((one.type for one in devices), "cuda")
-    with torch.random.fork_rng([one.index for one in devices if one.type == kind], device_type=kind):
+    with random_state_kept({one.device for one in model.parameters()}):
         try:
             yield
         finally:
@@ -110,14 +109,14 @@ class Peer:
     """
 
     def __init__(
-        self, thread: PeerThread, ledger: TensorWorker, plan: Plan, rates: Rates, start: Progressed
+        self, part: Participation, ledger: TensorWorker, plan: Plan, rates: Rates, start: Progressed
     ) -> None:
-        self._thread = thread
+        self._part = part
         self._ledger = ledger
         self._plan = plan
-        self._model = ExchangedModel(plan, thread.warn)
-        self._sync = Synchroniser(plan.run, self._model, ledger, thread.view, start)
-        self._saver = Saver(plan, ledger, self._sync, self._model.live, thread.report)
+        self._model = ExchangedModel(plan, part.warn)
+        self._sync = Synchroniser(plan.run, self._model, ledger, part.view, start)
+        self._saver = Saver(plan, ledger, self._sync, self._model.live, part.report)
         self._rates = rates
         self._left = False
         self._stepping, self._signals = Stepping(), Asked(self.stop, signal.SIGTERM)
@@ -126,7 +125,7 @@ class Peer:
         self._sync.report()
         self._rates.set(self._sync.position)
         if self._governor.resting(_minute_of_the_day()) == BY_HAND:
-            thread.warn("this peer was paused before and rests: p2p-co2 resume lets it go on")
+            part.warn("this peer was paused before and rests: p2p-co2 resume lets it go on")
 
     @property
     def run(self) -> RunConfig:
@@ -136,12 +135,12 @@ class Peer:
     def board(self) -> str:
         """The address of this peer's own page on the loopback; "" if ``PeerConfig.board`` is False, and after
         ``leave``."""
-        return "" if self._left else self._thread.board
+        return "" if self._left else self._part.board
 
     @property
     def ticket(self) -> str:
         """An invitation that names some of the peers as further seeds (``Connection.ticket``)."""
-        return str(self._thread.network.invitation)
+        return str(self._part.network.invitation)
 
     @property
     def position(self) -> float:
@@ -179,7 +178,7 @@ class Peer:
                 raise LocalProtocolError("step: this peer has left the swarm; join again to train on")
             self._sync.after_step(count, value)
             self._rates.set(self._sync.position)
-            self._thread.view.give_buffers()
+            self._part.view.give_buffers()
             self._rest()
             self._saver.keep_up()
             self._sync.stood_still()  # for a checkpoint
@@ -190,9 +189,9 @@ class Peer:
         gradient is under way, so that what is agreed may be merged. False when the run is over or ``stop``
         was called. A stage that nobody else holds begins no further back than the stages beside it are."""
         sync = self._sync
-        view = self._thread.view
+        view = self._part.view
         with self._stepping.alone("idle"):
-            self._thread.check()
+            self._part.check()
             sync.pause(waited_s)
             self._saver.keep_up()
             if between_steps:
@@ -237,7 +236,7 @@ class Peer:
             try:
                 self._saver.save()  # a machine that rests may be switched off
             except EnvironmentFault as error:
-                self._thread.warn(f"no checkpoint was written: {error}")
+                self._part.warn(f"no checkpoint was written: {error}")
             self._sync.rest(lambda: self._governor.resting(_minute_of_the_day()))
             self._rates.set(self._sync.position)
 
@@ -287,7 +286,7 @@ class Peer:
     @property
     def peer_id(self) -> str:
         """Who this peer is to the others."""
-        return self._thread.network.identity.peer_id
+        return self._part.network.identity.peer_id
 
     def has_turn(self, number: int, is_ready: bool = True) -> bool:
         """Whether ``number`` (of a round, say) falls on this peer, of those that train now: for work that one
@@ -295,7 +294,7 @@ class Peer:
         ``is_ready``: of several ranks that are one peer rank 0's word counts."""
         if not is_ready:
             return False
-        trainers = sorted((self.peer_id, *self._thread.view.live_trainers()))
+        trainers = sorted((self.peer_id, *self._part.view.live_trainers()))
         return trainers[number % len(trainers)] == self.peer_id
 
     def measure_agreed(self, held_out: Callable[[nn.Module], float]) -> float:
@@ -309,7 +308,7 @@ class Peer:
             loss = float(held_out(model))
         duration_s = time.monotonic() - started_at
         fields = {"loss": loss, "position": self._sync.position, "tokens": self._sync.figures.tokens}
-        self._thread.report(ev.AgreedMeasured, {**fields, "duration_s": duration_s})
+        self._part.report(ev.AgreedMeasured, {**fields, "duration_s": duration_s})
         return duration_s
 
     def save(self) -> None:
@@ -335,13 +334,13 @@ class Peer:
         reason = reason or ("the run is over" if self.over and not self._sync.stopped else "stopped")
         with self._signals.at_the_end(), ExitStack() as ending:
             ending.callback(self._save_and_finish, reason, last)
-            ending.callback(self._thread.close)
+            ending.callback(self._part.close)
             if not self._model.is_changed:
                 self._sync.flush(self.over and not self._sync.stopped)
             agreed = self._ledger.agreed()
             last["digest"] = swarm_digest([version.digest for version in agreed]).hex()
             last["versions"] = tuple(version.version for version in agreed)
-            last["carriers"] = self._thread.goodbye(reason, last)
+            last["carriers"] = self._part.goodbye(reason, last)
 
     def _save_and_finish(self, reason: str, last: Mapping[str, Any]) -> None:
         is_saved = False
@@ -357,9 +356,9 @@ class Peer:
             self._saver.close()
             self._ledger.close()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
-            self._thread.report(ev.PeerFinished, {"reason": reason, "peak_memory_bytes": peak, **last})
+            self._part.report(ev.PeerFinished, {"reason": reason, "peak_memory_bytes": peak, **last})
             if trouble:
-                self._thread.warn(trouble)
+                self._part.warn(trouble)
 
     def __enter__(self) -> Self:
         self._signals.begin()

@@ -1,13 +1,11 @@
 """The inner optimizer's learning rates: each group's own rate times the factor of the swarm's position.
 
-A group's own rate is the one that torch's schedulers take for it: ``initial_lr`` where a scheduler was made
-already, which may have left ``lr`` at 0 for its first step. A rate of 0 is refused: nothing would train, and
-nothing would tell. A group that is added later has its own.
+A group's own rate is the one that torch's schedulers take for it: ``initial_lr`` where there is one. A rate
+of 0 is refused. A group that is added later has its own.
 
-Without a factor the rates are the program's. But a resume puts the saved ones back, and torch's schedulers
-multiply what they find: one whose own state is not loaded warms up from the full rate to a multiple of it.
-Law: where a scheduler began below a group's own rate, its multiples stay at the larger of that rate and the
-saved one, and one line says so.
+Without a factor the rates are the program's. But a scheduler whose own state is not loaded after a resume
+warms up from the saved rate to a multiple of it. Law: where a scheduler began below a group's own rate, its
+multiples stay at the larger of that rate and the saved one. One line says so.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class Rates:
     the rates to the program. ``warn`` is told once if somebody else sets them too.
 
     Raises ``ConfigError`` for a ``factor`` that is no schedule, for a rate that trains nothing, and for none
-    at all if a schedule is to multiply it."""
+    that a schedule could multiply."""
 
     def __init__(self, optimizer: Optimizer, factor: Factor | None, warn: Callable[[str], None]) -> None:
         groups = optimizer.param_groups
@@ -105,9 +103,8 @@ class Rates:
             _put(group, rate)
 
     def _put_back(self) -> None:
-        """Put a held rate back where it rose. A warm-up multiplies what it finds by less each time: a rate
-        that rises by more than the last time goes on as it is, since its schedule names it, whatever it
-        finds."""
+        """Put a held rate back where it rose. A warm-up multiplies what it finds by less each time. A rate
+        that rises by more than the last time goes on as it is: its schedule names it."""
         for index, held in list(self._held.items()):
             group = self._optimizer.param_groups[index]
             rate = float(group["lr"])

@@ -1,16 +1,10 @@
-"""Checkpoints beside training.
-
-The saver's own thread borrows the agreed states of one moment and writes them; rounds go on meanwhile, and a
-fragment that commits before it is written takes memory of its own. What training changes, the inner
-optimizer's state and the buffers, only the training thread may read: step after step it copies a share, which
-the saver's thread writes.
+"""Checkpoints beside training. The saver's own thread writes the agreed states of one moment while rounds go
+on. What training changes the training thread copies for it, a share between two steps
+(``docs/design/memory.md``).
 
 Laws: the agreed states are of one moment; the inner state of a parameter is of one step, those of two some
-steps apart. No checkpoint ends training: what cannot be saved is left out and told once, and a file that
-cannot be written is told and tried again when the next is due.
-
-Price: training stands still for a copy of ``AT_ONCE_BYTES`` at a time, or of the largest parameter's state,
-and so much memory is taken until it is written.
+steps apart. No checkpoint ends training. What cannot be saved is left out and told once. A file that cannot
+be written is told and tried again when the next is due.
 """
 
 from __future__ import annotations
@@ -190,8 +184,8 @@ class Saver:
 
 
 class ShareQueue:
-    """What training changes, on its way from the training thread, which copies a share between two steps, to
-    the saver's, which asks for the next when it has written the last.
+    """What training changes, on its way to the saver's thread. The training thread copies a share between two
+    steps; the saver's asks for the next when it has written the last.
 
     A Ctrl-C may come between any two lines of the training thread's: a share may be copied again, whole."""
 

@@ -1,8 +1,8 @@
 """What the training thread does for the swarm: schedule points, snapshots, merges, and the end of a run.
 
-Law: the training thread never waits for the network, except in the final flush and, if the run file asks for
-it (``outer.blocking_rounds``), in the first rounds of each fragment, both bounded. All time spent in
-``after_step`` is counted as ``exposed_s`` (``figures``).
+Law: the training thread never waits for the network, except in the final flush and in the first rounds that
+the run file wants awaited (``outer.blocking_rounds``), both bounded. All time spent in ``after_step`` is
+counted as ``exposed_s`` (``figures``).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 
 from p2p_co2.config import RunConfig
 from p2p_co2.node.state import LocalProgress
-from p2p_co2.protocol.ledger import AgreedVersion
 from p2p_co2.protocol.rounds import Offer
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.exchanged_model import ExchangedModel
 from p2p_co2.trainer.figures import Figures
 from p2p_co2.trainer.ledger.fragment_state import EncodedOffer, Outcome
 from p2p_co2.trainer.ledger.worker import NOT_FINITE, TensorWorker
-from p2p_co2.trainer.network_thread import CLOSE_BOUND_S, NodeView
+from p2p_co2.trainer.session import CLOSE_BOUND_S
+from p2p_co2.trainer.views import NodeView
 from p2p_co2.wire.messages_pb2 import Status
 from p2p_co2.wire.schedule import (
     FIRST_ROUND_BOUND_S,
@@ -44,7 +44,7 @@ from p2p_co2.wire.schedule import (
 
 REPORT_EVERY_S = 1.0
 """How often a peer tells of itself. One that rests does so a tenth as often, and sees within a tenth of it
-that it may go on; one that stands still sees within a hundredth what the network thread has concluded."""
+that it may go on. One that stands still looks for news within a hundredth."""
 
 EMPTY_STEPS = 10
 NO_TOKENS = (
@@ -76,7 +76,7 @@ Waits = Iterator[float]
 
 
 class Activity(Enum):
-    """What a peer is at: it trains or rests; once the run is over it offers the rest of its work, then waits
+    """What a peer is at: it trains or rests. Once the run is over it offers the rest of its work, then waits
     until all agree."""
 
     TRAINING = Status.TRAINING
@@ -174,7 +174,7 @@ class Synchroniser:
         """Offer what is due and has its turn. Returns what was sent.
 
         A snapshot that would wait behind another (not ``is_encoded``) is taken some steps later, at most half
-        of the fragments so: one that waits for its next point has lost a round. Long steps take several."""
+        of the fragments so. Long steps take several."""
         sent = list[int]()
         one_by_one = step_s < REPORT_EVERY_S and not self.account.awaited(due)
         for waiting, fragment in zip(range(len(due), 0, -1), due, strict=True):
@@ -193,24 +193,25 @@ class Synchroniser:
 
     def _offer(self, fragment: int) -> None:
         """Take a snapshot, which takes a fragment's size in fp32 until it is encoded, and offer it."""
-        offer_id = self._source.offer_id()
-        weight = self.account.send(
+        state = self.account.send(
             fragment, position=self.position, inner_steps=self.inner_steps, tokens=self.figures.tokens,
-            now=self._source.now(), offer_id=offer_id,
+            now=self._source.now(), offer_id=self._source.offer_id(),
         )  # fmt: skip
         is_last = self.activity.is_ending or self.account.is_over(self.position)
 
-        def encoded(index: int, offer: EncodedOffer, agreed: AgreedVersion) -> None:
-            round_ = offer.round
-            base = offer.base_version
-            payload = offer.payload
-            self._wire.offer(Offer(index, round_, base, agreed.digest, payload, weight, is_last, offer_id))
-            size = len(payload)
-            self._report(ev.FragmentSent, fragment=index, round=round_, payload_bytes=size, weight=weight)
+        def encoded(made: EncodedOffer) -> None:
+            payload = made.payload
+            offer = Offer(
+                fragment, made.round, made.base_version, made.state_digest, payload, state.weight, is_last,
+                state.offer_id,
+            )  # fmt: skip
+            self._wire.offer(offer)
+            self._report(
+                ev.FragmentSent, fragment=fragment, round=made.round, payload_bytes=len(payload),
+                weight=state.weight,
+            )  # fmt: skip
 
-        snapshot = self._model.live.snapshot(fragment)
-        taken = self.account.taken[fragment]
-        self._ledger.submit_offer(fragment, snapshot, weight, taken, encoded, offer_id)
+        self._ledger.submit_offer(fragment, self._model.live.snapshot(fragment), state, encoded)
 
     # ---- outcomes
 
@@ -240,7 +241,7 @@ class Synchroniser:
     def _apply(self, outcome: Outcome) -> None:
         fragment = outcome.fragment
         is_newer = outcome.version > self.versions[outcome.fragment]
-        sent = self.account.meet(fragment, outcome.version, outcome.ends_offer)
+        offer = self.account.meet(fragment, outcome.version, outcome.number, outcome.ended)
         if outcome.merge is not None:
             self._model.merge_(fragment, outcome.merge)
             if outcome.merge.keep == 0.0 and outcome.report is None:
@@ -257,7 +258,7 @@ class Synchroniser:
                 self.account.left_out(fragment)
             return
         lag = self.account.step(
-            fragment, sent, outcome.share,
+            fragment, offer, outcome.share,
             position=self.position, inner_steps=self.inner_steps, now=self._source.now(),
         )  # fmt: skip
         self._report(

@@ -1,13 +1,12 @@
 """Messages as bytes: each in an envelope that names the protocol and the group, large data beside it.
 
-A protobuf message owns its bytes: 512 KiB would be copied when they are set, serialised, put into an
-envelope, parsed and read, at 0.1 to 0.2 ms each. So on the way out the data lies beside its message until the
-bytes that go out are joined; on the way in it is a view of the bytes that came.
+A protobuf message owns its bytes, so large data would be copied five times on its way. On the way out it lies
+beside its message until the bytes that go out are joined. On the way in it is a view of the bytes that came.
 
-Laws: what is sent is what ``Envelope(version, run, body=message)`` would be, byte for byte, but that ``data``
-is the last field of its body; what was written in another way is read by protobuf alone, to the same values.
-Nothing is taken out of what comes in before its size, version and group are checked. Whoever keeps a message
-keeps little more in memory than what it says. Price: ``with_data`` returns a stand-in that has the message's
+Laws: what is sent is what ``Envelope(version, run, body=message)`` would be, but that ``data`` is the last
+field of its body. What was written in another way is read by protobuf alone, to the same values. Nothing is
+taken out of what comes in before its size, version and group are checked. Whoever keeps a message keeps
+little more in memory than what it says. Price: ``with_data`` returns a stand-in that has the message's
 fields, to read, and what is defined here, and nothing else of a message.
 """
 
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.system.memory import Buffer, Joined
 from p2p_co2.wire.kinds import KINDS
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
@@ -41,7 +40,7 @@ class Opened:
         """``data``: the body's, if it lies beside it. Raises ``RemoteProtocolError`` for no known kind."""
         kind = KINDS.get(envelope.WhichOneof("body") or "")
         if kind is None:
-            raise RemoteProtocolError("unknown message", "no body that this version knows")
+            raise RemoteProtocolError(Offence.UNKNOWN_MESSAGE, "no body that this version knows")
         self.kind = kind
         body = getattr(envelope, kind.name)
         self.body: Any = body if data is None else _WithData(body, data)
@@ -55,11 +54,11 @@ class Opened:
 def opened(data: bytes, group: bytes) -> Opened:
     """A message of this version and group (its digest). Raises ``RemoteProtocolError``."""
     if len(data) > MAX_MESSAGE_BYTES:
-        raise RemoteProtocolError("too large", f"{len(data)} bytes")
+        raise RemoteProtocolError(Offence.TOO_LARGE, f"{len(data)} bytes")
     try:
         envelope, beside = parse(data)
     except DecodeError:
-        raise RemoteProtocolError("unreadable", "not an Envelope") from None
+        raise RemoteProtocolError(Offence.UNREADABLE, "not an Envelope") from None
     if envelope.version != PROTOCOL_VERSION:
         spoken = f"{envelope.version}, this peer speaks {PROTOCOL_VERSION}"
         raise RemoteProtocolError("unknown version", spoken)
@@ -67,7 +66,7 @@ def opened(data: bytes, group: bytes) -> Opened:
         raise RemoteProtocolError(OTHER_GROUP, envelope.run.hex()[:16])
     message = Opened(envelope, beside)
     if len(data) > message.kind.most_bytes:
-        raise RemoteProtocolError("too large", f"a {message.kind.name} of {len(data)} bytes")
+        raise RemoteProtocolError(Offence.TOO_LARGE, f"a {message.kind.name} of {len(data)} bytes")
     _check_padding(envelope, len(data), 0 if beside is None else len(beside))
     return message
 
@@ -88,7 +87,7 @@ def _check_padding(envelope: Envelope, size_bytes: int, beside_bytes: int) -> No
     envelope.DiscardUnknownFields()
     said_bytes = envelope.ByteSize() + beside_bytes
     if size_bytes > 2 * said_bytes + PADDING_BYTES:
-        raise RemoteProtocolError("padded", f"{size_bytes} bytes that say no more than {said_bytes} would")
+        raise RemoteProtocolError(Offence.PADDED, f"{size_bytes} bytes that say what {said_bytes} would")
 
 
 def head_of(group: bytes) -> bytes:
@@ -112,8 +111,11 @@ LEAST_BYTES = 4 << 10
 """Smaller data is parsed as quickly as it is found."""
 MOST_FIELDS = 256
 """Fields in front of the data that are looked through: a Mean names ``MAX_MEMBERS`` contributors."""
-_VARINT, _BYTES, _FIXED_BYTES = 0, 2, {1: 8, 5: 4}
-"""Wire types of protobuf, and how long a field of fixed length is."""
+_VARINT = 0
+_BYTES = 2
+"""Wire types of protobuf."""
+_FIXED_BYTES = {1: 8, 5: 4}
+"""How long a field of fixed length is, by wire type."""
 _MOST_SHIFT = 63
 
 
@@ -146,8 +148,8 @@ class _WithData:
 
 
 class _Place(NamedTuple):
-    """Where a body's data begins in its envelope, and the fields in front of it: the envelope's, and those of
-    the body, which is the envelope's field ``body_number``."""
+    """Where a body's data begins in its envelope. ``head`` and ``fields``: what is in front of it, of the
+    envelope and of the body, which is the envelope's field ``body_number``."""
 
     at: int
     head: bytes

@@ -6,13 +6,18 @@ HEARTBEAT_S = 1.0
 TOLD_PER_S = 6.4
 SLOWEST_HEARTBEAT_S = 5.0
 """A peer that the DHT still lists is tried again this long after it left."""
-SILENCE_FLOOR_S, SILENCE_CAP_S = 6.0, 6 * SLOWEST_HEARTBEAT_S
-"""A peer is never declared silent sooner (a busy laptop may starve a thread for seconds), nor later: silence
-must stand out from the beat."""
-QUIET_SHARE, LONGEST_HEARTBEAT_S = 0.1, 120.0
-"""Of a round, between the heartbeats of a peer that only trains; and at most."""
-MEASURE_EVERY_S, MEASURED_BEATS = 20.0, 5.0
-"""A round trip is measured so often, or once in so many slow beats."""
+SILENCE_FLOOR_S = 6.0
+"""A peer is never declared silent sooner: a busy laptop may starve a thread for seconds."""
+SILENCE_CAP_S = 6 * SLOWEST_HEARTBEAT_S
+"""Nor later: silence must stand out from the beat."""
+QUIET_SHARE = 0.1
+"""Of a round, between the heartbeats of a peer that only trains."""
+LONGEST_HEARTBEAT_S = 120.0
+"""At most so long."""
+MEASURE_EVERY_S = 20.0
+"""A round trip is measured so often."""
+MEASURED_BEATS = 5.0
+"""Or once in so many slow beats."""
 
 
 def heartbeat_among_s(others: int, quiet_s: float = 0.0) -> float:

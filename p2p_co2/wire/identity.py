@@ -1,8 +1,8 @@
 """Who a peer is: an Ed25519 key whose public half *is* its libp2p peer id.
 
 libp2p inlines Ed25519 keys into the peer id (an identity multihash over the protobuf-encoded key, libp2p
-peer-ids specification), so a signature can be checked from the id alone: no certificate authority, no key
-exchange, no account. The price: an id is free to make, so an id proves continuity, not merit.
+peer-ids specification). So a signature can be checked from the id alone, without an authority or an account.
+The price: an id is free to make, so an id proves continuity, not merit.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import logging
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import NewType
+from typing import NewType, TypeVar
 
 import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
-from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
+from p2p_co2.errors import ConfigError, EnvironmentFault, Offence, RemoteProtocolError
 from p2p_co2.wire.limits import MAX_PEER_ID, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Signed
 
 logger = logging.getLogger(__name__)
+_Read = TypeVar("_Read", bound=Message)
 PeerId = NewType("PeerId", str)
 """A libp2p peer id in base58 ("12D3Koo...")."""
 
@@ -112,17 +113,17 @@ def public_key_of(peer_id: str) -> bytes:
     except ValueError:
         raw = b""
     if len(raw) != 38 or not raw.startswith(_MULTIHASH_PREFIX + _KEY_PREFIX):
-        raise RemoteProtocolError("bad peer id", repr(peer_id[:64]))
+        raise RemoteProtocolError(Offence.BAD_PEER_ID, repr(peer_id[:64]))
     return raw[6:]
 
 
 def verify(signer: str, context: bytes, content: bytes, signature: bytes) -> None:
-    """Raise ``RemoteProtocolError("wrong signature")`` unless ``signer`` signed ``content`` for
+    """Raise ``RemoteProtocolError(Offence.WRONG_SIGNATURE)`` unless ``signer`` signed ``content`` for
     ``context``."""
     try:
         _key_of(signer).verify(signature, context + b"\0" + content)
     except InvalidSignature:
-        raise RemoteProtocolError("wrong signature", f"claimed by {signer}") from None
+        raise RemoteProtocolError(Offence.WRONG_SIGNATURE, f"claimed by {signer}") from None
 
 
 @lru_cache(maxsize=MAX_PEERS)
@@ -131,12 +132,16 @@ def _key_of(peer_id: str) -> Ed25519PublicKey:
     return Ed25519PublicKey.from_public_bytes(public_key_of(peer_id))
 
 
+def parsed(kind: type[_Read], data: bytes) -> _Read:
+    """A message of the schema out of its bytes. Raises ``RemoteProtocolError``."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise RemoteProtocolError(Offence.UNREADABLE, f"not a {kind.DESCRIPTOR.name}") from None
+
+
 def unseal(context: bytes, data: bytes) -> tuple[PeerId, bytes]:
     """Open what ``Identity.seal`` made: (signer, content). Raises ``RemoteProtocolError``."""
-    signed = Signed()
-    try:
-        signed.ParseFromString(data)
-    except DecodeError:
-        raise RemoteProtocolError("unreadable", "not a Signed message") from None
+    signed = parsed(Signed, data)
     verify(signed.signer, context, signed.content, signed.signature)
     return PeerId(signed.signer), signed.content

@@ -1,7 +1,7 @@
 """The table of messages: one line for each kind that an envelope may carry; others are refused.
 
-A line says which machine a kind is for, how large it may be, what it costs its sender, and what it is a piece
-of. ``kind_of(message)`` gives a message's line, ``KINDS`` all of them by the name of the envelope's field.
+A line says which machine a kind is for, how large it may be, and what it costs its sender.
+``kind_of(message)`` gives a message's line, ``KINDS`` all of them by the name of the envelope's field.
 
 Structural checks that need no state of a machine are here: ``check`` raises ``RemoteProtocolError``, and what
 it has read goes on with the message (``Opened.said``).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 1 << 20
 """A carrier refuses a larger message before it is allocated."""
 MAX_PIECE_BYTES = 992 << 10
@@ -21,8 +21,10 @@ MAX_PEERS = 4096
 """Peer records read from the DHT."""
 MAX_RECORD_BYTES = 8 << 10
 """A DHT value."""
-MAX_ADDRESSES, MAX_DIALLED = 16, 4
-"""Of one kind in a record, and of these those that are dialled."""
+MAX_ADDRESSES = 16
+"""Of one kind in a record."""
+MAX_DIALLED = 4
+"""Of these, those that are dialled."""
 MAX_STRING = 512
 MAX_PEER_ID = 64
 """Characters of a peer id."""

@@ -1,17 +1,13 @@
-"""When fragments are sent and what of their work counts: schedule points on the swarm's position, the clock
-that says the position, the account of offers, and the end of a run. ``trainer`` and ``simnet`` keep the same.
+"""When fragments are sent and what of their work counts: schedule points, the clock of the swarm's position,
+the account of offers, the end of a run. ``trainer`` and ``simnet`` keep the same.
 
 Fragment f of P has a point at every ``r + f / P`` above 0, r a whole number (Streaming DiLoCo, arXiv
-2501.18512): sends are spread evenly over a round, so the peak bandwidth falls by P. Points are numbered as
-ticks, ``t = r * P + f``, t >= 1.
+2501.18512). So sends are spread evenly over a round. Points are numbered as ticks, ``t = r * P + f``, t >= 1.
 
 Laws: nothing here reads a clock, a socket or a tensor. Positions never fall; a fragment's points are passed
-in order, each counted once. A fragment has one offer in flight at most; work that no mean has counted is in
-the weight of the next offer, and is offered again at the end. On a full line a point that passes while the
-last round of a fragment is in flight is made up as soon as that round has ended. There fragments take turns,
-in one order for all: the next snapshot is taken when the slices of the last one have left, so the line is
-never idle. Price: what is made up late shows as staleness. After a long sleep a peer jumps over points: the
-work of that time goes into its next offers.
+in order, each counted once. A fragment has one offer in flight at most. Work that no mean has counted is in
+the next offer, and is offered again at the end. On a full line a point that passes while the fragment is in
+flight is made up as soon as its round has ended. There fragments take turns, in one order for all.
 """
 
 from __future__ import annotations
@@ -40,10 +36,9 @@ class SwarmClock:
 
     Mode "steps": inner steps / ``inner_steps_per_round``, counted from ``start``; other peers do not matter.
 
-    Mode "time": one round per ``round_s``, drawn gently towards the median of the other peers. Only
-    positions and durations travel between peers, never dates: a wrong date, a time zone or a clock set by
-    hand changes nothing, and one lying peer cannot move a median. ``now`` is any local clock in seconds
-    that does not go back.
+    Mode "time": one round per ``round_s``, drawn gently towards the median of the other peers. Only positions
+    and durations travel between peers, never dates. One lying peer cannot move a median. ``now`` is any local
+    clock in seconds that does not go back.
     """
 
     def __init__(self, config: ClockConfig) -> None:
@@ -124,36 +119,42 @@ FIRST_ROUND_BOUND_S = 15.0
 in rounds that are longer nothing is offered before its point: a coordinator waits 30 s for the others."""
 OVERDUE_POINTS = 2
 """Where no line is full, one of several fragments that missed so many points is sent as soon as its round has
-ended. A single one is after the first: the next point may lie between the steps in which members meet the
-mean, so who missed it must not be a round behind those who did not."""
+ended. A single one is sent after the first: the next point may lie between the steps in which members meet
+the mean."""
 FULL_LATELY = 2.0
-"""Whether the line is full is judged by about the last half of the time between two points: a burst waits for
-a moment on any line."""
+"""Whether the line is full is judged by the last half of the time between two points: a burst waits for a
+moment on any line."""
 LONGEST_TURN_ROUNDS = 2.0
 """A fragment whose slices have not left after so many rounds keeps none of the others waiting."""
-DISTINCT = 2.0**-10
-"""Tokens at most that a weight is off, by the offer's id: a commit names offers by peer and weight, and a
-peer that was restarted must not take the offer of its last process for its own."""
 
 Stage = Literal["", "asking", "slices", "means"]
-"""How far the round of an offer is: not known yet, or over; its READY waits for BEGIN; it has begun, and our
-slices wait for the line; they have left."""
+"""How far the round of an offer is: not known yet, or over. Its READY waits for BEGIN. It has begun, and our
+slices wait for the line. They have left."""
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A fragment that is in flight."""
+class OfferState:
+    """An offer of this peer's, from its snapshot to the end of its round. It goes to the worker with the
+    snapshot, and comes back in the outcome that ends it; others know it by its id.
 
-    inner_steps: int
-    at: float
-    points: int
-    tokens: int
+    ``weight``: tokens that it counts as; ``tokens``: trained at the snapshot. ``met``: number of the
+    fragment's last outcome that the snapshot has met. ``inner_steps``, ``points``, ``at``: when it was taken,
+    in steps, in schedule points of its fragment, and in seconds.
+    """
+
+    offer_id: bytes
+    weight: int = 1
+    tokens: int = 0
+    met: int = 0
+    inner_steps: int = 0
+    points: int = 0
+    at: float = 0.0
 
 
 @dataclass(frozen=True)
 class Lag:
-    """How late an answer is: in schedule points of its fragment, in inner steps and in seconds since the
-    send; 0 for one that this peer made no offer for."""
+    """How late an answer is: in schedule points of its fragment, in inner steps, in seconds. 0 for one that
+    this peer made no offer for."""
 
     staleness: int
     sync_delay_steps: int
@@ -161,8 +162,7 @@ class Lag:
 
 
 class FullLine:
-    """Whether bulk waits for the line most of the time; only in runs by the clock. Else it is others, or the
-    way's length, that rounds wait for: one after the other they would take longer."""
+    """Whether bulk waits for the line most of the time; only in runs by the clock."""
 
     def __init__(self, count: int, by_time: bool) -> None:
         self._count = count
@@ -192,12 +192,12 @@ class WorkAccount:
         self._count = len(versions)
         self.versions = list(versions)
         """Of the agreed states that the live parameters have met."""
-        self.in_flight: dict[int, Sent] = {}
-        self.taken = [0] * self._count
-        """Outcomes of each fragment that the live parameters have met."""
-        self._contributed_tokens = [float(tokens)] * self._count
-        """Tokens whose work has been counted. Of an offer that was counted in part, that share: what is
-        contributed each time is a part at random, so the parts' mean age is their weight."""
+        self.in_flight: dict[int, OfferState] = {}
+        """By fragment, until live parameters meet the outcome that ends it."""
+        self._met = [0] * self._count
+        """Number of each fragment's last outcome that the live parameters have met."""
+        self._contributed_tokens = [tokens] * self._count
+        """Tokens whose work has been counted; of an offer that was counted in part, that share."""
         self._waiting: dict[int, int] = {}
         """Fragments whose point has passed and that are not sent yet, with the number of their first one."""
         self._missed = [0] * self._count
@@ -211,7 +211,7 @@ class WorkAccount:
 
     def due(self, last_position: float, position: float, is_line_full: bool = False) -> list[int]:
         """Fragments that wait to be sent, or passed a point on the way to ``position``, in the order of their
-        points; on a full line those with the fewest outer steps first, which all peers count alike.
+        points. On a full line those with the fewest outer steps come first, which all peers count alike.
         ``is_line_full``: bulk waits for it."""
         self._line.see(is_line_full, position - last_position)
         points = due(self._count, last_position, position)
@@ -231,8 +231,8 @@ class WorkAccount:
 
     def may_send(self, fragment: int, awaits_begin: bool) -> bool:
         """Whether a fragment that is due can be sent. If not, its point is made up once its round has ended:
-        by the clock, and if the line is full or it is overdue. One that ``awaits_begin`` was sent before the
-        others' were: it waits for what they send at this point."""
+        by the clock, and if the line is full or it is overdue. One that ``awaits_begin`` waits for what
+        others send at this point."""
         if fragment not in self.in_flight:
             return True
         if not awaits_begin:
@@ -246,17 +246,16 @@ class WorkAccount:
 
     def is_held(self, stage: Callable[[int], Stage], step_s: float, now: float) -> bool:
         """Whether the next fragment waits for its turn on a full line: what is sent into a queue is stale
-        when it gets there. One has the line until its slices have left, if they are not lost. While it is
-        encoded and awaits its BEGIN, which takes all members' offers, it has it for a round at most, or, if
-        the line is idle, for the time between two points. A step that is longer than that sends several."""
+        when it gets there. One has the line until its slices have left. While it awaits its BEGIN it has it
+        for a round at most, or, on an idle line, until the next point. A longer step sends several."""
         round_s = self._run.clock.round_s
         begun = 0
         early = 0
         tick_s = round_s / self._count
         early_s = round_s if self._line.share > 0.5 else tick_s
-        for fragment, sent in self.in_flight.items():
+        for fragment, offer in self.in_flight.items():
             at = stage(fragment)
-            age_s = now - sent.at
+            age_s = now - offer.at
             begun += at == "slices" and age_s < LONGEST_TURN_ROUNDS * round_s
             early += at in ("", "asking") and age_s < early_s
         if begun:
@@ -270,56 +269,60 @@ class WorkAccount:
 
     def send(
         self, fragment: int, *, position: float, inner_steps: int, tokens: int, now: float, offer_id: bytes
-    ) -> float:
-        """An offer sets out: its weight."""
+    ) -> OfferState:
+        """An offer sets out."""
         points = points_passed(fragment, self._count, position)
-        self.in_flight[fragment] = Sent(inner_steps, now, points, tokens)
+        weight = max(1, tokens - self._contributed_tokens[fragment])
+        offer = OfferState(offer_id, weight, tokens, self._met[fragment], inner_steps, points, now)
+        self.in_flight[fragment] = offer
         self._waiting.pop(fragment, None)
         self._missed[fragment] = 0
         self._has_offered[fragment] = True
-        off = DISTINCT * math.ldexp(int.from_bytes(offer_id, "big"), -8 * len(offer_id))
-        return max(1, tokens - self._contributed_tokens[fragment]) + off
+        return offer
 
     def awaited(self, sent: Sequence[int]) -> set[int]:
-        """Of what was just sent, the rounds that the run file wants awaited. They are awaited together: one
-        after the other, peers that were held up differently would each wait for a fragment that the others
-        are yet to send."""
+        """Of what was just sent, the rounds that the run file wants awaited. All together: else each peer
+        would wait for a fragment that the others are yet to send."""
         return {one for one in sent if self.versions[one] < self._run.outer.blocking_rounds}
 
-    def meet(self, fragment: int, version: int, ends_offer: bool) -> Sent | None:
-        """Live parameters met an outcome: the offer that is or was in flight for it."""
-        self.taken[fragment] += 1
+    def meet(self, fragment: int, version: int, number: int, ended: OfferState | None) -> OfferState | None:
+        """Live parameters met outcome ``number``, which ``ended`` this offer: the one that is or was in
+        flight."""
+        self._met[fragment] = number
         self.versions[fragment] = version  # outcomes come in their order; a peer may turn back to others
-        return self.in_flight.pop(fragment, None) if ends_offer else self.in_flight.get(fragment)
+        offer = self.in_flight.get(fragment)
+        if offer is not None and offer == ended:
+            del self.in_flight[fragment]
+        return offer
 
     def left_out(self, fragment: int) -> None:
-        """The others have made a round without us, and its state is ours now: in short rounds, and where the
-        line is full, we are due at once, since they may be ready for the next. Who waited for its own point
-        would come late to that one too, and to all that follow."""
+        """The others have made a round without us, and its state is ours now. In short rounds, and where the
+        line is full, we are due at once: they may be ready for the next."""
         is_soon = self._run.clock.round_s <= FIRST_ROUND_BOUND_S or self._line.is_full(self._tick)
         if is_soon and self._by_time and self._has_offered[fragment]:
             self._waiting.setdefault(fragment, self._last_point_of(fragment))
 
     def step(
-        self, fragment: int, sent: Sent | None, share: float, *, position: float, inner_steps: int, now: float
-    ) -> Lag:
-        """An outer step was taken. ``sent``: as ``meet`` gave it; ``share`` of it is in the mean, 0 to 1. Who
-        has none in it was ``left_out``."""
-        if sent is None:
+        self, fragment: int, offer: OfferState | None, share: float,
+        *, position: float, inner_steps: int, now: float,
+    ) -> Lag:  # fmt: skip
+        """An outer step was taken. ``offer``: as ``meet`` gave it; ``share`` of it is in the mean, 0 to 1. A
+        peer that has none in it was ``left_out``."""
+        if offer is None:
             return Lag(0, 0, 0.0)
         if not share:
             self.left_out(fragment)
         known = self._contributed_tokens[fragment]
-        self._contributed_tokens[fragment] = known + share * (sent.tokens - known)
-        self._delays_s.append(now - sent.at)
+        self._contributed_tokens[fragment] = known + int(share * (offer.tokens - known))
+        self._delays_s.append(now - offer.at)
         passed = points_passed(fragment, self._count, position)
-        return Lag(max(0, passed - sent.points), inner_steps - sent.inner_steps, now - sent.at)
+        return Lag(max(0, passed - offer.points), inner_steps - offer.inner_steps, now - offer.at)
 
     # ---- the end
 
     def is_over(self, position: float) -> bool:
-        """Whether the run has reached its last round. What is offered from then on, at a schedule point or
-        after it, is a peer's last of that fragment, and the others wait for it longer."""
+        """Whether the run has reached its last round. What is offered from then on is a peer's last of that
+        fragment, and the others wait for it longer."""
         return 0 < self._run.clock.rounds <= position
 
     def is_near_end(self, position: float) -> bool:
@@ -342,20 +345,18 @@ class WorkAccount:
 
 # ---- the end of a run
 
-# Training has ended then, so this is the one time at which everybody waits for the network. It lasts as long
-# as the rounds that are in flight and one more of each fragment, two at a time; a line that is slow for the
-# run's round makes it long, a peer that is gone makes it end at its bound.
-
-FLUSH_FLOOR_S, FLUSH_CAP_S = 30.0, 600.0
-"""The final flush takes so long at most; or, where that is more, as long as one round of every fragment would
-take one after the other, but never longer than the cap."""
+FLUSH_FLOOR_S = 30.0
+"""The final flush may take so long, or as long as one round of every fragment, one after the other."""
+FLUSH_CAP_S = 600.0
+"""And never longer."""
 SETTLE_S = 25.0
 """Until all live peers agree: longer than a flush by so much, since theirs may begin with our end."""
 
-LOADS_QUIET_S, LOADS_CAP_S = 30.0, FLUSH_CAP_S
-"""Then a peer goes, unless it is still needed: it loads a state or gives one, others that are done hold more
-or less than it does, or a last round is made. While a chunk came or went within the first it stays, up to the
-second. Price: a liar that says to the end that it holds something else keeps the others for so long."""
+LOADS_QUIET_S = 30.0
+"""Then a peer goes, unless a state is on its way to it or from it: a chunk came or went within so long."""
+LOADS_CAP_S = FLUSH_CAP_S
+"""The longest that it stays for that. A liar that says to the end that it holds something else has the
+same."""
 
 STILL_LOADS = (
     "the run is over, but a last round is still being made, or not all hold the same yet, or a state or a "
@@ -378,12 +379,10 @@ def few_at_once(count: int) -> int:
 
 class Ending:
     """In which order a peer offers the rest of its work, the same on all peers, so that they meet in the same
-    rounds: ``bound_s`` long from ``began_at`` on, by the caller's clock.
+    rounds. It lasts ``bound_s`` from ``began_at`` on, by the caller's clock.
 
-    Few at once: each holds a snapshot until its round ends, and the lines are busy with two. In the second
-    half all at once, for peers that wait for each other with different ones. Law: every fragment's turn
-    comes; one that failed is tried again after the others, and after a heartbeat: one peer alone hears at
-    once that no round begins any more, and each offer takes a snapshot and its encoding.
+    Few at once; in the second half all, for peers that wait for each other with different ones. Law: every
+    fragment's turn comes. One that failed is tried again after the others, and after a heartbeat.
     """
 
     def __init__(self, count: int, began_at: float, bound_s: float) -> None:
@@ -396,7 +395,7 @@ class Ending:
         self, uncounted: Collection[int], in_flight: Collection[int], now: float
     ) -> tuple[list[int], float] | None:
         """Fragments to offer now, of those with work that is not counted, and how long to wait then until
-        fewer are in flight; None when nothing is left to do."""
+        fewer are in flight. None when nothing is left to do."""
         left_s = self._ends_at - now
         half_s = self._bound_s / 2
         count = len(self._tries)

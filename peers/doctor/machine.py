@@ -97,9 +97,8 @@ def check_torch() -> Finding:
 
 def check_device(wanted: str) -> Finding:
     """The training device; its memory if it has its own. Imports torch."""
-    import torch
 
-    from p2p_co2.tensors.device import training_device
+    from p2p_co2.tensors.device import memory_bytes, training_device
 
     try:
         device = training_device(wanted)
@@ -109,7 +108,7 @@ def check_device(wanted: str) -> Finding:
     if device.name == "cpu":
         processor = field_of("/proc/cpuinfo", "model name") or platform.machine()
         return Finding("device", State.OK, f"{device.words}, {processor}")
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device.name)
+    free_bytes, total_bytes = memory_bytes(device.name)
     words = f"{device.words}, {free_bytes / 2**30:.1f} GB free"
     if free_bytes < total_bytes / 2:
         advice = "another program uses most of its memory; end that first"

@@ -10,6 +10,8 @@ import asyncio
 import hashlib
 import random
 import selectors
+import sys
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import cache
@@ -35,9 +37,11 @@ from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
+from p2p_co2.wire.envelope import head_of
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import PeerRecord
+from p2p_co2.wire.messages_pb2 import PeerRecord, Ping, Status
 from p2p_co2.wire.schedule import Stage
+from tests.envelopes import enveloped
 
 RUN = RunConfig(
     name="fuzz",
@@ -49,6 +53,8 @@ RUN = RunConfig(
 )
 STEP_S, LATENCY_S = 0.1, 0.01
 WIDTH = 32
+MOST_HELD_BYTES = 64 << 20
+"""Far above what a node of this small world holds; a bound that failed would pass it."""
 
 
 class VirtualSelector(selectors.DefaultSelector):
@@ -302,6 +308,44 @@ class World:
         except RemoteProtocolError as error:
             self.dropped.append((sender, error))
 
+    # ---- what a game asks of a world
+
+    @property
+    def members(self) -> Sequence[Any]:
+        """The honest peers: ``me``, ``identity``, ``node``, ``refused``."""
+        return self.trainers
+
+    async def pass_time(self, seconds: float) -> None:
+        """Everybody trains for so long."""
+        await self.train(seconds)
+
+    async def greet(self, stranger: PeerId) -> None:
+        """Let a stranger be live in the others' eyes."""
+        status = Status(phase=Status.TRAINING, process=1)
+        ping = enveloped(Ping(nonce=1, sent_at=1.0, status=status), head_of(RUN.digest()))
+        for one in self.members:
+            await self.deliver(stranger, one.me, ping)
+
+    def done(self) -> list[int]:
+        """How far each member has come; it is to come further."""
+        return [sum(versions) for versions in self.versions()]
+
+    def check(self) -> None:
+        """The nodes live, nothing reached the training threads, and what is held is bounded. Raises
+        ``AssertionError``."""
+        for trainer in self.trainers:
+            check_bounds(trainer)
+            timers = trainer.node.timers()
+            assert not [
+                name for name, at in timers.items() if at is not None and at < trainer.node.now() - 1.0
+            ]
+
+    def check_agreed(self) -> None:
+        """One state by version. Raises ``AssertionError``."""
+        digests = self.digests()
+        for place in set(digests[0]).intersection(*digests[1:]):
+            assert len({held[place] for held in digests}) == 1, place
+
     async def train(self, seconds: float, jitter: random.Random | None = None) -> None:
         """Everybody trains for so long."""
         ends_at = asyncio.get_running_loop().time() + seconds
@@ -319,6 +363,38 @@ class World:
             {(f, agreed.version): agreed.digest for f, agreed in enumerate(trainer.node.agreed)}
             for trainer in self.trainers
         ]
+
+
+def check_bounds(trainer: Trainer) -> None:
+    """See ``World.check``."""
+    node = trainer.node
+    assert node.life.bug is None, node.life.bug
+    assert trainer.ledger.failure is None
+    assert not node.life.stopping.is_set()
+    for holder in (node.router, node.rounds, node.membership, node.catchup.donor):
+        for name, (held, most) in holder.held().items():
+            assert held <= most, name
+    assert len(node.membership.live) <= 4
+    assert size_of(node.rounds) + size_of(node.membership) + size_of(node.catchup) < MOST_HELD_BYTES
+
+
+def size_of(thing: object) -> int:
+    """Bytes that ``thing`` holds, strings and containers below it counted once."""
+    seen: set[int] = set()
+    total, left = 0, [thing]
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        total += one.ByteSize() if hasattr(one, "ByteSize") else sys.getsizeof(one)
+        if isinstance(one, dict):
+            left += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple | set | frozenset | deque):
+            left += list(one)
+        elif type(one).__module__.startswith("p2p_co2") and not hasattr(one, "ByteSize"):
+            left += list(getattr(one, "__dict__", {}).values())
+    return total
 
 
 def run_virtual(work: Awaitable[None]) -> None:

@@ -128,12 +128,15 @@ def rewrite(path: Path) -> None:
     """Play a file's scenarios, and write what they say into it."""
     played = iter([step for one in scenarios(path.parent.name) if one.path == path for step in _played(one)])
     written: list[str] = []
+    is_open = False
+    said: list[str] = []
     for item in read(path):
         if isinstance(item, Step):
             said = next(played).said or []
-            written += [*item.source, *([RULE, *said] if said else [])]
+            written += [""] * is_open + item.source + ([RULE, *said] if said else [])
         elif isinstance(item, str):
             written.append(item)
+        is_open = isinstance(item, Step) and bool(said)
     path.write_text("\n".join(written) + "\n", encoding="utf-8")
 
 

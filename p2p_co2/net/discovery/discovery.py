@@ -5,8 +5,8 @@ small records they would save little and give old answers. Joining is ours rathe
 dead seed, or a clock that is three seconds off, must not keep a peer out.
 
 Laws: nothing is returned that ``records`` has not checked; every call ends in bounded time. Price: a record
-stands on five nodes until it expires, so it has to be published again before, and for that long a dead peer
-is still listed.
+stands on five nodes until it expires. It has to be published again before, and so long a dead peer is still
+listed.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Discovery:
         digest. From now on this node stores no other.
 
         Raises ``TransportError`` when it is not there, ``TicketError`` when the run's peers speak another
-        version of the protocol: nobody would answer, and a peer that hears nobody trains alone.
+        version of the protocol. A peer that hears nobody would train alone.
         """
         self._records.run_key = run_key
         found = await self._find([manifest_key(self._run)])

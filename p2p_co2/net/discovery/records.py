@@ -7,7 +7,7 @@ position outlives its writer: with nobody left it is how a newcomer knows that t
 
 Peers are spread over ``PEER_SHARDS`` keys by the digest of their id: the DHT answers with all entries of a
 key at once. Everything is bounded. Price: ids are free to make, so a stranger can still fill keys with
-useless but correctly signed records, or claim an end that never came, which costs a ``--start-over``.
+useless but correctly signed records. Or claim an end that never came, which costs a ``--start-over``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from google.protobuf.message import DecodeError
-
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S, OnRefused
 from p2p_co2.net.transport.libp2p.hivemind import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
-from p2p_co2.wire.identity import PeerId, unseal
+from p2p_co2.wire.identity import PeerId, parsed, unseal
 from p2p_co2.wire.limits import (
     HELLO_WINDOW_S,
     MAX_ADDRESSES,
@@ -41,8 +39,10 @@ POSITION_CONTEXT = b"p2p-co2 run position"
 PEER_SHARDS = 8
 MAX_LIFETIME_S = 30 * 86400.0
 """Where a run is, and its settings, are asked for when everybody is gone, which may be long ago."""
-_PACKED_STRING, _PACKED_BYTES = frozenset((*range(0xA0, 0xC0), 0xD9, 0xDA)), frozenset((0xC4, 0xC5))
-"""First bytes of a msgpack string and of a msgpack byte string of less than 64 KiB."""
+_PACKED_STRING = frozenset((*range(0xA0, 0xC0), 0xD9, 0xDA))
+"""First bytes of a msgpack string of less than 64 KiB."""
+_PACKED_BYTES = frozenset((0xC4, 0xC5))
+"""First bytes of a msgpack byte string of less than 64 KiB."""
 
 
 def run_digest(config: bytes) -> bytes:
@@ -70,9 +70,9 @@ def manifest_key(run: bytes) -> str:
 
 
 def run_position(said: Sequence[RunPosition], now: float) -> RunPosition | None:
-    """What at least half of those claim, or more, that were there last: whose word is not much older than the
-    newest; None if nobody was. ``now``: unix seconds; what is dated later counts as of now. Peers write every
-    minute, at the latest at their end."""
+    """What at least half of those claim, or more, that were there last; None if nobody was. Last means: with
+    a word that is not much older than the newest. ``now``: unix seconds; what is dated later counts as of
+    now. Peers write every minute, at the latest at their end."""
     newest_at = min(now, max((one.written_at for one in said), default=0.0))
     last = [one for one in said if one.written_at >= newest_at - 3 * MESSAGE_TIMEOUT_S]
     return sorted(last, key=lambda one: one.position)[len(last) // 2] if last else None
@@ -81,8 +81,8 @@ def run_position(said: Sequence[RunPosition], now: float) -> RunPosition | None:
 class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no annotations
     """hivemind's hook: ``validate`` is asked before a record is stored and after one is fetched.
 
-    ``stored_under(key_id)`` are the writers whose entries this node stores under a key; ``run_key`` is the
-    only one that may write the manifest, once it is known. ``clock`` gives unix seconds.
+    ``stored_under(key_id)`` are the writers whose entries this node stores under a key. ``run_key``, once it
+    is known, is the only one that may write the manifest. ``clock`` gives unix seconds.
     """
 
     def __init__(self, run: bytes, on_refused: OnRefused, clock: Callable[[], float]) -> None:
@@ -122,7 +122,7 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
 
     def peer_record(self, writer: str, sealed: bytes) -> PeerRecord:
         """The peer record inside a value; raises ``RemoteProtocolError``."""
-        record = self._open(PeerRecord(), PEER_CONTEXT, writer, sealed)
+        record = self._open(PeerRecord, PEER_CONTEXT, writer, sealed)
         strings = [*record.maddrs, *record.grpc_addresses, record.software]
         if (
             record.peer != writer
@@ -137,7 +137,7 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
 
     def manifest(self, writer: str, sealed: bytes) -> RunManifest:
         """The run manifest inside a value; raises ``RemoteProtocolError``."""
-        manifest = self._open(RunManifest(), MANIFEST_CONTEXT, writer, sealed)
+        manifest = self._open(RunManifest, MANIFEST_CONTEXT, writer, sealed)
         if self.run_key not in (None, writer):
             raise RemoteProtocolError("foreign manifest", f"signed by {writer[:64]!r}, not by the run's key")
         if run_digest(manifest.config) != self._run:
@@ -148,7 +148,7 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
 
     def position(self, writer: str, sealed: bytes) -> RunPosition:
         """The run's position inside a value, as its writer says; raises ``RemoteProtocolError``."""
-        said = self._open(RunPosition(), POSITION_CONTEXT, writer, sealed)
+        said = self._open(RunPosition, POSITION_CONTEXT, writer, sealed)
         if (
             said.peer != writer
             or len(said.versions) > MAX_FRAGMENTS
@@ -170,17 +170,14 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
             return min(said.expires_at + 1.0, latest + MESSAGE_TIMEOUT_S)
         return latest + MAX_LIFETIME_S
 
-    def _open(self, content: _Content, context: bytes, writer: str, sealed: bytes) -> _Content:
-        """``content`` as ``writer`` has sealed it for this run."""
+    def _open(self, kind: type[_Content], context: bytes, writer: str, sealed: bytes) -> _Content:
+        """The message that ``writer`` has sealed it for this run."""
         if len(sealed) > MAX_RECORD_BYTES:
             raise RemoteProtocolError("record too large", f"{len(sealed)} bytes; at most {MAX_RECORD_BYTES}")
         signer, plain = self._unseal(context, sealed)
         if signer != writer:
             raise RemoteProtocolError("foreign record", f"signed by {signer}, filed under {writer[:64]!r}")
-        try:
-            content.ParseFromString(plain)
-        except DecodeError:
-            raise RemoteProtocolError("unreadable", f"not a {type(content).__name__}") from None
+        content = parsed(kind, plain)
         if content.run != self._run:
             raise RemoteProtocolError("wrong record", f"by {writer}: of another run")
         return content

@@ -1,7 +1,7 @@
 """Addresses: which lead far away, which only near this machine, and the numbers behind a host name.
 
 ``is_near`` follows RFC 1918 and 4193 (private), 6598 (carrier-grade NAT), 3927 and 4291 (link-local,
-loopback), as libp2p's own table does: an address that libp2p takes for public is one that others dial.
+loopback), as libp2p's own table does. An address that libp2p takes for public is one that others dial.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ So a hello cannot be forged, shown to another peer, carried into another run, pa
 middle, or used twice. Within ``HELLO_WINDOW_S`` its nonce is remembered; after that it is too old.
 
 Identities are free to make, so places are shared out by neighbourhood: 256 IPv4 addresses, 48 bits of IPv6,
-all that come by relays; this machine is none. One holds no more places than it leaves to all others, or a
-few. Some places are kept for peers that work (``is_known``). Everything remembered is bounded. Price: clocks
-must agree to two minutes, and newcomers may find no place while somebody in many neighbourhoods holds them.
+or all that come by relays. This machine itself is none. One holds no more places than it leaves to all
+others, or a few. Some places are kept for peers that work (``is_known``). Everything remembered is bounded.
+Price: clocks must agree to two minutes, and newcomers may find no place while somebody in many neighbourhoods
+holds them.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TypeVar
 
-from google.protobuf.message import DecodeError
-
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.addresses import is_loopback
-from p2p_co2.wire.identity import Identity, PeerId, unseal
+from p2p_co2.wire.identity import Identity, PeerId, parsed, unseal
 from p2p_co2.wire.limits import HELLO_WINDOW_S
 from p2p_co2.wire.messages_pb2 import LinkHello
 
 _Key = TypeVar("_Key")
 HELLO_CONTEXT = b"p2p-co2 link hello"
 MAX_HELLO_BYTES = 1024
-MAX_INBOUND_LINKS, KEPT_LINKS, MAX_INBOUND_LINKS_PER_PEER = 256, 64, 4
+MAX_INBOUND_LINKS = 256
+KEPT_LINKS = 64
 """Of all links so many are places for peers that we have worked with."""
-MAX_STRANGERS, FEW = 64, 4
-"""Those that have opened a link and have not said hello; and what any neighbourhood may hold."""
+MAX_INBOUND_LINKS_PER_PEER = 4
+MAX_STRANGERS = 64
+"""Those that have opened a link and have not said hello."""
+FEW = 4
+"""Places that any neighbourhood may hold."""
 RELAYED = "relays"
 """The neighbourhood of all that do not come directly."""
 MAX_NONCES = 16384
@@ -106,11 +109,7 @@ class Admission:
         if len(sealed) > MAX_HELLO_BYTES:
             raise RemoteProtocolError("wrong hello", f"{len(sealed)} bytes")
         signer, content = unseal(HELLO_CONTEXT, sealed)
-        hello = LinkHello()
-        try:
-            hello.ParseFromString(content)
-        except DecodeError:
-            raise RemoteProtocolError("wrong hello", "unreadable") from None
+        hello = parsed(LinkHello, content)
         self._check(hello, signer, certificate_digest)
         if self._inside.get(signer, 0) >= MAX_INBOUND_LINKS_PER_PEER:
             raise RemoteProtocolError("too many links", f"{signer} holds {self._inside[signer]}")

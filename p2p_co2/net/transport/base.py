@@ -16,7 +16,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from p2p_co2.errors import LocalProtocolError, PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.admission import Admission
@@ -26,6 +26,7 @@ from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_DIALLED, MAX_MESSAGE_BYTES, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
+T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10.0
 """Bound on one attempt to reach one address."""
 MESSAGE_TIMEOUT_S = 60.0
@@ -51,28 +52,29 @@ class Link:
     """One way to one peer. ``way``: how the bytes travel, in words. ``gone`` is called once it has ended.
 
     A carrier's own link says how a message is put on its way (``_put``, which raises ``ConnectionError``),
-    how a goodbye is said, how the link is cut off, and when and why it ended (``_watch``, in words).
+    how a goodbye is said, and how the link is cut off. ``_watch`` returns, in words, why it ended.
     """
 
     carrier = ""
     is_far = False
     """Whether it is a connection of its own over a far way, whose bulk takes turns on our line."""
     acknowledged: Acknowledged | None = None
-    """What the peer says that it has of what was sent; None where ``send`` itself returns when the line takes
-    a message, or where the peer does not say."""
+    """What the peer says that it has of what was sent. None where it does not say: there ``send`` returns
+    when the line takes a message."""
 
     def __init__(self, peer: PeerId, gone: Callable[[Link], None]) -> None:
         self.peer = peer
         self.way = DIRECT
         self._gone = gone
+        self._sent_bytes = 0
         self._writing = asyncio.Lock()
         self._closing = ""
         """Why we end it; empty while we do not."""
         self._watcher = asyncio.create_task(self._watch(), name=f"{self.carrier} link to {peer}")
 
     def look(self) -> Seen:
-        """What the kernel knows of the way."""
-        return Seen()
+        """What is known of the way, and of what has come there: what was handed over, if nobody says more."""
+        return Seen(there_bytes=self._sent_bytes)
 
     async def open(self, hello: bytes, where: str) -> None:
         """Say hello and wait for the welcome. Raises ``TransportError``, which names ``where``."""
@@ -88,8 +90,8 @@ class Link:
         """Hand over one message; returns when there is room for the next.
 
         Calls from several tasks go out in the order of the calls. Cancelling it gives up the link. Raises
-        ``PeerLost`` when the link is gone (what was sent before may be lost with it), ``LocalProtocolError``
-        for a message that is empty or over ``MAX_MESSAGE_BYTES``.
+        ``PeerLost`` when the link is gone; what was sent before may be lost with it. Raises
+        ``LocalProtocolError`` for a message that is empty or over ``MAX_MESSAGE_BYTES``.
         """
         if not 0 < len(data) <= MAX_MESSAGE_BYTES:
             raise LocalProtocolError(
@@ -97,6 +99,7 @@ class Link:
             )
         async with self._writing:
             await self._write(data)
+        self._sent_bytes += len(data)
 
     async def close(self, why: str = "closed by us") -> None:
         """Say goodbye, wait up to ``CLOSE_TIMEOUT_S`` until the peer has taken all messages, give everything
@@ -180,7 +183,7 @@ class Dials:
         self._free_at[address.partition("/p2p/")[0]] = -1.0
 
 
-class Line(Protocol):
+class Brake(Protocol):
     """What slows a carrier down; see ``slow``."""
 
     def taking(self, on_message: OnMessage) -> OnMessage: ...
@@ -196,7 +199,7 @@ class Carrier:
 
     name = ""
     """ "grpc" or "libp2p"."""
-    line: Line | None = None
+    line: Brake | None = None
     """Set before ``start``, for rehearsals."""
 
     def __init__(self, identity: Identity, run: bytes, clock: Callable[[], float]) -> None:
@@ -273,6 +276,15 @@ class Carrier:
             yield peer
         finally:
             self.admission.leave(peer, network)
+
+
+async def in_time(read: Awaitable[T], reason: str = "too slow", what: str = "no whole message") -> T:
+    """What is read of a message. Raises ``RemoteProtocolError`` when it takes too long."""
+    try:
+        async with within(MESSAGE_TIMEOUT_S):
+            return await read
+    except TimeoutError:
+        raise RemoteProtocolError(reason, f"{what} in {MESSAGE_TIMEOUT_S:.0f} s") from None
 
 
 def check_incoming(length_bytes: int) -> None:

@@ -1,9 +1,9 @@
 """What is under way on a connection and how much may be: the receiver's word, and the kernel's send buffer.
 
-Bytes that lie in a buffer between us and the line count as sent. A home line then seems to carry hundreds of
-megabytes a second, and a heartbeat waits behind seconds of bulk. ``Acknowledged`` bounds what a daemon may
-hold by what the receiver says it has read. ``SendBuffer`` bounds what the kernel holds of a TCP connection
-that a library opened for us (``TCP_NOTSENT_LOWAT``, Linux, tcp(7)), and asks it how the way is.
+Bytes that lie in a buffer between us and the line would count as sent, and a heartbeat would wait behind
+them. ``Acknowledged`` bounds what a daemon may hold by what the receiver says it has read. ``SendBuffer``
+bounds what the kernel holds of a TCP connection (``TCP_NOTSENT_LOWAT``, Linux, tcp(7)), and asks it how the
+way is.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ from p2p_co2.errors import RemoteProtocolError
 
 WAITING_S = 0.25
 """So much longer than the way takes may what is under way keep the next message waiting."""
-LEAST_BYTES, MOST_BYTES = 32 << 10, 32 << 20
-"""Room that there always is, and that there is at most."""
-UNSENT_BYTES, MOST_UNSENT_BYTES, UNSENT_S = 32 << 10, 1 << 20, 0.1
-"""A connection may hold unsent what it carries in so long, from the first to the second: a core may be busy
-meanwhile."""
+LEAST_BYTES = 32 << 10
+"""Room that there always is."""
+MOST_BYTES = 32 << 20
+"""Room that there is at most."""
+UNSENT_S = 0.1
+"""A connection may hold unsent what it carries in so long: a core may be busy meanwhile."""
+UNSENT_BYTES = 32 << 10
+"""And at least so much."""
+MOST_UNSENT_BYTES = 1 << 20
+"""And at most so much."""
 NEAR_S = 0.002
 """Round trips below this are of this machine or its network: such a connection is left alone."""
 _INFO = struct.Struct("=B15xI8xI24xI8xI48xQ20xI8xQ")
@@ -43,16 +48,17 @@ class Seen(NamedTuple):
     queued_s: float | None = None
     """How much longer than at best the round trip takes now; None where that is not known."""
     there_bytes: int = 0
-    """What the receiver's kernel has acknowledged since the beginning; 0 where that is not known."""
+    """What has come there since the beginning."""
+    is_word: bool = False
+    """Whether the other end alone says so."""
 
 
 class Acknowledged:
     """What the other end of one link says that it has, from the link's first message on.
 
-    The room for what is under way is found as LEDBAT finds it (RFC 6817): it grows by what arrives sooner
-    and shrinks by what arrives later. One message at a time is timed. Law: nobody has more than was sent, nor
-    less than before; a receiver that lies can hold up what goes to itself, and seem no faster than we hand
-    over.
+    The room for what is under way is found as LEDBAT does (RFC 6817): it grows by what arrives sooner and
+    shrinks by what arrives later. One message at a time is timed. Law: nobody has more than was sent, nor
+    less than before. A receiver that lies can hold up what goes to itself.
     """
 
     def __init__(self) -> None:
@@ -109,18 +115,15 @@ class SendBuffer:
     """The kernel's send buffer of our connection to ``host:port`` (``host`` an address).
 
     gRPC has no option for it, hence the search through this process's own sockets. A far connection is
-    bounded. Law: one that is near, or not found, is left alone and nothing is known of it.
+    bounded. Law: one that is near is left as it is, and of one that is not found nothing is known.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self._descriptor, self._file = _far_connection(host, port)
+        self._descriptor, self._file, round_trip_s = _connection(host, port)
+        self.is_far = self._file is not None and round_trip_s >= NEAR_S
         self.bound_bytes = UNSENT_BYTES
         """What it may hold unsent, if it is far."""
         self._bound()
-
-    @property
-    def is_far(self) -> bool:
-        return self._file is not None
 
     def look(self) -> Seen:
         """See ``Link.look``. A connection that turns out to be fast may hold more from then on."""
@@ -134,7 +137,7 @@ class SendBuffer:
         return seen
 
     def _bound(self) -> None:
-        if self._file is not None:
+        if self.is_far:
             value = ctypes.c_int(self.bound_bytes)
             size = ctypes.sizeof(value)
             _LIBC.setsockopt(
@@ -143,9 +146,9 @@ class SendBuffer:
 
 
 def seen_in(info: bytes) -> tuple[Seen, int]:
-    """What a ``struct tcp_info`` says: how much longer than the shortest the round trip is, unless nothing
-    was carried for a while, and what is there, behind what was lost too; and the bytes per second that are
-    delivered. Old kernels say nothing."""
+    """What a ``struct tcp_info`` says of the way, and the bytes per second that are delivered. What is there
+    counts behind what was lost, too. The round trip is not known where nothing was carried for a while. Old
+    kernels say nothing."""
     if len(info) < _INFO.size:
         return Seen(), 0
     state, segment_bytes, sacked, heard_ms_ago, now_us, there_bytes, least_us, rate = _INFO.unpack(info)
@@ -154,17 +157,17 @@ def seen_in(info: bytes) -> tuple[Seen, int]:
     return Seen(queued_s, there_bytes + sacked * segment_bytes), rate
 
 
-def _far_connection(host: str, port: int) -> tuple[int, tuple[int, int] | None]:
-    """The descriptor of our far connection to there, with the file behind it: None if there is none. Of
-    several the newest as a rule: an older one may end any moment."""
+def _connection(host: str, port: int) -> tuple[int, tuple[int, int] | None, float]:
+    """The descriptor of our connection to there, the file behind it, and the round trip in seconds; the file
+    is None if there is none. Of several the newest: an older one may end any moment."""
     address = ipaddress.ip_address(host).packed
     for number in sorted(map(int, os.listdir("/proc/self/fd")), reverse=True):
         file = _socket_at(number)
         if file is not None and _leads_to(number, address, port):
             info = _tcp_info(number)
-            if len(info) == _INFO.size and _INFO.unpack(info)[4] / 1e6 >= NEAR_S:
-                return number, file
-    return -1, None
+            if len(info) == _INFO.size:
+                return number, file, _INFO.unpack(info)[4] / 1e6
+    return -1, None, 0.0
 
 
 def _socket_at(descriptor: int) -> tuple[int, int] | None:

@@ -1,16 +1,16 @@
 """The direct carrier: gRPC over TLS (``grpc.aio``), for peers that can be dialled.
 
-One streaming call is one link: the request stream carries the messages, the initial metadata of the answer
+One streaming call is one link. The request stream carries the messages, the initial metadata of the answer
 says "welcome", the final status says why it ended. No generated stubs: messages are the bytes of the call.
 HTTP/2 flow control is the backpressure.
 
 A certificate authenticates nobody by itself: it is self-signed, made anew at every start, and its private key
-never leaves memory. What counts is its digest, in the owner's signed ``PeerRecord``: the dialler compares,
-then trusts exactly this certificate and no authority (pinning, RFC 7858 section 4.2 in spirit). The signed
-hello is bound to it (``admission``). Price: one extra handshake per link.
+never leaves memory. What counts is its digest, in the owner's signed ``PeerRecord``. The dialler trusts
+exactly this certificate and no authority (pinning, RFC 7858 section 4.2 in spirit). The signed hello is bound
+to it (``admission``). Price: one extra handshake per link.
 
-Law of death: a killed process resets its connection and both ends know at once; a host that falls silent is
-given up after 20 s. Price: 1.5 to 4 CPU seconds per GB, much of it TLS; each link is a TCP connection of its
+Law of death: a killed process resets its connection and both ends know at once. A host that falls silent is
+given up after 20 s. Price: 1.5 to 4 CPU seconds per GB, much of it TLS. Each link is a TCP connection of its
 own, so that one slow peer never stands in another's way.
 """
 
@@ -39,10 +39,10 @@ from p2p_co2.net.transport.admission import MAX_INBOUND_LINKS, MAX_STRANGERS, RE
 from p2p_co2.net.transport.base import (
     CLOSE_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
-    MESSAGE_TIMEOUT_S,
     Carrier,
     Link,
     check_incoming,
+    in_time,
 )
 from p2p_co2.net.transport.flow import Seen, SendBuffer
 from p2p_co2.system.clock import within
@@ -182,7 +182,7 @@ class GrpcCarrier(Carrier):
                 lambda: _hello(context), self._certificate.digest, _network_of(context.peer())
             ) as peer:
                 await context.send_initial_metadata((WELCOME,))
-                while (data := await _next_message(context)) is not grpc.aio.EOF:
+                while (data := await in_time(context.read())) is not grpc.aio.EOF:
                     check_incoming(len(data))
                     await self.on_message(peer, data)
         except RemoteProtocolError as error:
@@ -203,8 +203,9 @@ class GrpcLink(Link):
         super().__init__(peer, gone)
 
     def look(self) -> Seen:
-        """See ``Link``."""
-        return self.send_buffer.look() if self.send_buffer is not None else Seen()
+        """See ``Link``: the kernel says what was acknowledged."""
+        seen = self.send_buffer.look() if self.send_buffer is not None else Seen()
+        return seen if seen.there_bytes else super().look()
 
     async def _put(self, data: bytes) -> None:
         try:
@@ -246,16 +247,6 @@ async def _hello(context: grpc.aio.ServicerContext) -> bytes:
     if sealed is grpc.aio.EOF:
         raise RemoteProtocolError("no hello", "left without a word")
     return bytes(sealed)
-
-
-async def _next_message(context: grpc.aio.ServicerContext) -> bytes:
-    """The next message or ``EOF``. Raises ``RemoteProtocolError`` when it takes too long."""
-    try:
-        async with within(MESSAGE_TIMEOUT_S):
-            data: bytes = await context.read()
-            return data
-    except TimeoutError:
-        raise RemoteProtocolError("too slow", f"no whole message in {MESSAGE_TIMEOUT_S:.0f} s") from None
 
 
 def _network_of(seen: str) -> str:

@@ -1,8 +1,8 @@
 """How the way between two machines is, asked and answered on a libp2p stream; and what the clocks there say.
 
 Seeds and peers serve it (``ProbeServer``), ``doctor`` asks (``open_prober``), and who joins compares clocks.
-Four questions (``Probe`` in the schema): how do I look from there and what is your clock; connect to my own
-address; send me bytes; take these. A rate is a lower bound: what many bytes took longer than few.
+Four questions (``Probe`` in the schema): how do I look from there, and what is your clock? Connect to my own
+address. Send me bytes. Take these. A rate is a lower bound: what many bytes took longer than few.
 
 There is no signed hello, which needs clocks that agree. libp2p proves both identities, the run's digest shows
 a ticket. Laws: a connection back goes to the address at which the asker is seen and to no other; what anybody
@@ -21,27 +21,32 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from google.protobuf.message import DecodeError
-
 from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.net.transport.addresses import address_of, network_of
 from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import hang_up, reach
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.streams import AnswerServer, Asker, QuestionClient
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.identity import PeerId, parsed
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import DialBackProbe, LookProbe, Probe, ProbeAnswer
 
 PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/probe"
 GREETING = b"\x13/multistream/1.0.0\n"
 """What a libp2p listener says first (multistream-select): proof that one answers at an address."""
-MAX_BULK_BYTES, MAX_FRAME_BYTES = 1 << 20, 2048
-"""Of a question or answer, and what is beside its bulk."""
-MOST_BYTES, MOST_BYTES_IN_ALL, DIAL_BYTES = 24 << 20, 96 << 20, 3 << 20
-"""What one network, and all together, may use in ``MESSAGE_TIMEOUT_S``; and what a connection back counts."""
-CLOCK_OK_S, CLOCK_CANNOT_S = 5.0, 45.0
-"""Records in the DHT live for 60 s of everybody's clock: who is further off finds nobody."""
+MAX_BULK_BYTES = 1 << 20
+"""Of a question or an answer."""
+MAX_FRAME_BYTES = 2048
+"""What is beside its bulk."""
+MOST_BYTES = 24 << 20
+"""What one network may use in ``MESSAGE_TIMEOUT_S``."""
+MOST_BYTES_IN_ALL = 96 << 20
+"""What all networks together may use in that time."""
+DIAL_BYTES = 3 << 20
+"""What a connection back counts."""
+CLOCK_OK_S = 5.0
+CLOCK_CANNOT_S = 45.0
+"""Records in the DHT live for 60 s of everybody's clock: a peer that is further off finds nobody."""
 
 
 class Allowances:
@@ -99,7 +104,7 @@ class ProbeServer:
         return MAX_FRAME_BYTES + max(0, min(MAX_BULK_BYTES, int(left_bytes)))
 
     async def _answer(self, asker: Asker, question: bytes) -> bytes:
-        probe = read_question(question)
+        probe = parsed(Probe, question)
         answer = ProbeAnswer(observed=asker.maddr[:256], clock=self._clock())
         try:
             await self._fill_in(answer, probe, asker)
@@ -149,20 +154,12 @@ class ProbeServer:
                 await hang_up(writer)
 
 
-def read_question(question: bytes) -> Probe:
-    """Raises ``RemoteProtocolError``."""
-    try:
-        return Probe.FromString(question)
-    except DecodeError:
-        raise RemoteProtocolError("unreadable", "not a Probe") from None
-
-
 def read_answer(data: bytes) -> ProbeAnswer:
     """Raises ``TransportError``, for a refusal too."""
     try:
-        answer = ProbeAnswer.FromString(data)
-    except DecodeError:
-        raise TransportError("answers nonsense: not a ProbeAnswer") from None
+        answer = parsed(ProbeAnswer, data)
+    except RemoteProtocolError as error:
+        raise TransportError(f"answers nonsense: {error}") from None
     if answer.refusal:
         words = "".join(c if c.isprintable() else "?" for c in answer.refusal[:200])
         raise TransportError(f"refused: {words}")

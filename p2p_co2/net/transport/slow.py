@@ -1,6 +1,6 @@
 """A carrier slowed down to an internet line, for rehearsals without root: real carriers on loopback, late.
 
-Messages leave one after the other at the line's upload rate, all links of this process together; they arrive
+Messages leave one after the other at the line's upload rate, all links of this process together. They arrive
 a latency later, and are taken in at its download rate. A message with a lost packet, and all behind it on the
 link, come a round trip later, as over TCP. Laws: order and content of a link stay; a full line is felt as one
 by ``send``. Price: whole messages instead of packets; no routers, no slow start, no congestion.
@@ -46,14 +46,15 @@ class SlowLine:
         return line
 
 
-class Line:
+class SharedLine:
     """One process's line, which all of its carriers share: in each direction one message after the other. See
     ``Carrier.line``."""
 
     def __init__(self, line: SlowLine, seed: int) -> None:
         self.line = line
         self._chance = random.Random(seed)
-        self._up_free_at = self._down_free_at = 0.0
+        self._up_free_at = 0.0
+        self._down_free_at = 0.0
 
     def taking(self, on_message: OnMessage) -> OnMessage:
         """``on_message`` when a message has been taken in."""
@@ -86,9 +87,9 @@ class Line:
 
 
 class SlowLink(Link):
-    """See ``Link``. All links of this process share one line: nothing is known of a way of its own, and
-    ``send`` returns at the line's speed, whatever lies under it. What is under way is lost as it closes.
-    ``pass_up`` and ``latency_s``: of the ``Line``."""
+    """See ``Link``. ``send`` returns at the speed of the line that all links share, whatever lies under it.
+    What is under way is lost as it closes.
+    ``pass_up`` and ``latency_s``: of the ``SharedLine``."""
 
     def __init__(
         self, link: Link, pass_up: Callable[[int], Awaitable[None]], latency_s: Callable[[int], float]
@@ -100,7 +101,8 @@ class SlowLink(Link):
         self._under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_UNDER_WAY)
         self._latest_at = 0.0
         super().__init__(link.peer, lambda _: None)
-        self.way, self.wait_closed = link.way, link.wait_closed  # type: ignore[method-assign]
+        self.way = link.way
+        self.wait_closed = link.wait_closed  # type: ignore[method-assign]
 
     async def close(self, why: str = "closed by us") -> None:
         """See ``Link``."""

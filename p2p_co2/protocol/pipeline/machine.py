@@ -224,7 +224,8 @@ class Pipeline:
         self._made = 0
         self._steps = 0
         self._computing_s = 0.0
-        self._is_closing = self._is_starved = False
+        self.is_closing = False
+        self._is_starved = False
         self._starves_at = math.inf
         """When what was begun or counted has waited long enough for more, or for room behind."""
         self.upload_bytes_per_s = 0.0
@@ -255,7 +256,7 @@ class Pipeline:
 
     def close(self, now: float) -> None:
         """Begin nothing more; what is under way comes to its end, and then a last step."""
-        self._is_closing = True
+        self.is_closing = True
         for key, one in list(self._held.items()):
             if one.phase in {Phase.RECEIVING, Phase.WAITING}:
                 self._decline(key, one, "leaving")
@@ -271,11 +272,7 @@ class Pipeline:
     @property
     def is_over(self) -> bool:
         """Whether it was closed and has come to its end: nothing is sent to the next stage any more."""
-        return self._is_closing and self.is_drained
-
-    @property
-    def has_messages(self) -> bool:
-        return bool(self._out)
+        return self.is_closing and self.is_drained
 
     @property
     def waiting(self) -> int:
@@ -450,7 +447,7 @@ class Pipeline:
         if one is None:
             if key in self._recent:
                 return False
-            if self._is_closing or peer.room <= 0:
+            if self.is_closing or peer.room <= 0:
                 if message.offset == 0:
                     self._out.append((sender, Declined(key=key.on_wire(), reason="no room")))
                     self._remember(key, _Past(None, declined=True))
@@ -568,12 +565,12 @@ class Pipeline:
     def _is_draining(self) -> bool:
         """Whether this inner step begins no more."""
         is_full = self.in_flight + self._counted >= self._sizes.microbatches
-        return self._is_closing or is_full or self._is_starved
+        return self.is_closing or is_full or self._is_starved
 
     def _await_room(self, one: _Microbatch, now: float) -> None:
         """Behind, for what is computed; while this peer goes on, as long as anything is counted."""
         one.phase = Phase.PLACING
-        one.deadline = now + self._sizes.cap_s if self._is_closing else math.inf
+        one.deadline = now + self._sizes.cap_s if self.is_closing else math.inf
         self._starves_at = min(self._starves_at, now + 2 * self._sizes.cap_s)
 
     def _place_all(self, now: float) -> None:
@@ -638,7 +635,7 @@ class Pipeline:
 
     def _grant(self) -> None:
         """Tell those before how much more they may send: what there is room for, alike for all."""
-        if not self._is_closing:
+        if not self.is_closing:
             self._peers.grant(self._sizes.room - len(self._held))
 
     def _let_go(self, peer: PeerId) -> None:

@@ -1,14 +1,14 @@
 """What every codec is: fp32 values to bytes and back, block after block.
 
 Laws: the payload is whole blocks of ``block_values`` values, each block self-contained (its codes, then its
-scale if it has one, all little-endian), so a slice at block boundaries is contiguous bytes and decodes alone
+scale if it has one, all little-endian). So a slice at block boundaries is contiguous bytes and decodes alone
 to the same values as within the whole. A decoded value is a table's entry times the scale in fp32, which
 rounds once and alike on every IEEE machine. Encoding of finite values never gives NaN or Inf. Codecs hold no
-state, so one instance serves all threads. All tensors are in host memory.
+state: one serves all threads. All tensors are in host memory.
 
-Price: a payload is padded with zeros to whole blocks, and a scale costs 32 bits for each 128 values (a
-quarter of a bit per value). Blocks whose largest magnitude is below ``SMALLEST`` are sent as zeros, so that
-neither scales nor decoded values are ever subnormal, which some processors round differently.
+Price: a payload is padded to whole blocks, and a scale costs a quarter of a bit per value. Blocks whose
+largest magnitude is below ``SMALLEST`` are sent as zeros, so that nothing is ever subnormal, which some
+processors round differently.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SMALLEST = 2.0**-110
 """Blocks with a smaller absolute maximum are zero on the wire."""
 LARGEST = torch.finfo(torch.float32).max
 CHUNK_BLOCKS = 2048
-"""Blocks worked on at once: 256 Ki values, 1 MiB of scratch per step, which stays in the cache and is large
-enough to hide what each torch call costs."""
+"""Blocks worked on at once: 1 MiB of scratch per step, which stays in the cache and hides what a torch call
+costs."""
 PIECE_VALUES = CHUNK_BLOCKS * BLOCK_VALUES
 """The same in values; a whole number of any codec's blocks."""
 NOT_FINITE = "values to encode are not finite: training has diverged; lower the learning rates"
@@ -126,8 +126,8 @@ class Codec(ABC):
     def admit(self, payload: Buffer, values: Tensor) -> None:
         """Decode what a peer sent into ``values`` (fp32 [n]): exactly its blocks, of finite values only.
 
-        Raises ``RemoteProtocolError`` with reason "wrong size", or "not finite" (a value that is NaN or Inf,
-        or a scale that is, or is negative, or so large that a value would overflow); ``values`` are spoilt.
+        Raises ``RemoteProtocolError`` with reason "wrong size", or "not finite": a value or a scale that is
+        NaN or Inf, a scale below 0, or one by which a value would overflow. ``values`` are spoilt then.
         """
         view = memoryview(payload).cast("B")
         blocks = self.blocks(len(values))
@@ -198,8 +198,8 @@ class Codec(ABC):
 class ScaledCodec(Codec):
     """A codec whose blocks are ``code_bits`` per value and then a scale in fp32.
 
-    ``largest_code`` is the largest magnitude in the decoding table: a scale may be at most ``LARGEST /
-    largest_code``, which keeps every decoded value finite, whatever the codes.
+    ``largest_code`` is the largest magnitude in the decoding table. A scale may be at most ``LARGEST /
+    largest_code``, so that every decoded value is finite.
     """
 
     code_bits: int

@@ -1,17 +1,14 @@
-"""int8, fp4 and nf4: the block-wise formats of bitsandbytes, whose kernels encode the last two.
+"""int8, fp4 and nf4: the block-wise formats of bitsandbytes, whose kernels encode the last two (arXiv
+2110.02861, and QLoRA, 2305.14314).
 
-Sources: 8-bit block-wise quantisation (arXiv 2110.02861), the 4-bit formats of QLoRA (arXiv 2305.14314).
+Law: decoding needs only the tables below, which are part of the protocol. So the peers agree bit for bit,
+whichever version of bitsandbytes each one encodes with.
 
-Law: decoding needs neither bitsandbytes nor its kernels, only the tables below, which are part of the
-protocol; so the peers agree bit for bit whichever version each one encodes with.
-
-``int8`` uses a symmetric linear table, (code - 127) / 127, in place of bitsandbytes' default dynamic one. For
-blocks of 128 it has 2.5 times less squared error on Gaussian values, a -1 so that a negative maximum
-survives, and no bias in rows of zeros. The nearest entry of a linear table needs no search: it is a rounding,
-five to six times as fast as bitsandbytes' kernel with the same error.
+``int8`` uses a symmetric linear table, (code - 127) / 127, in place of bitsandbytes' dynamic one. It has 2.5
+times less squared error on Gaussian values, and the nearest entry needs no search.
 
 Price: fp4 and nf4 encode about twenty times slower than int4. Importing bitsandbytes takes seconds, so it is
-imported at the first encode that needs it; it may log that an optional package, ``kernels``, is missing.
+imported at the first encode that needs it.
 """
 
 from __future__ import annotations

@@ -1,21 +1,18 @@
 """Four bits per value in plain torch operations: e3m0 and int4.
 
-``e3m0`` (Streaming DiLoCo, arXiv 2501.18512: sign, three exponent bits, no mantissa): scale = absmax / 16 per
-block, magnitudes 0, 1/4, 1/2, 1, 2, 4, 8, 16 scales, rounded to nearest.
+``e3m0``: sign, three exponent bits, no mantissa (Streaming DiLoCo, arXiv 2501.18512). The scale is absmax /
+16 per block, magnitudes are 0, 1/4, 1/2, 1, 2, 4, 8, 16 scales, rounded to nearest.
 
 ``int4``: the integers -7..7 times a scale, absmax / 7 per block, rounded to nearest. A block is 64 bytes of
-codes (the integer plus 8, the first one in the low nibble), then a scale and a bias of -8 scales, both fp16:
-a row of torch's own 4-bit embedding tables. With a scale of 11 bits ``code * scale + bias`` is exact in fp32
-however it is computed. Price: fp16's range. Decoded values are multiples of 2**-24 (6e-8): blocks whose
-largest value is below 1e-6 are sent coarsely, below 3e-8 as zeros. Values beyond 57316 saturate there.
+codes (the integer plus 8, the first one in the low nibble), then a scale and a bias of -8 scales, both fp16.
+Torch's own 4-bit embedding tables have such rows. Price: fp16's range. Blocks whose largest value is below
+1e-6 are sent coarsely, below 3e-8 as zeros. Values beyond 57316 saturate.
 
 A decoded value is a small integer times the scale: exact but for the one rounding of that product. ``passes``
-does it in one. Where those were not built, two bytes are looked up at once, in a table of 65536 times four
-8-bit integers, which are turned into fp32 and multiplied by the scales.
+does it in one. Where those were not built, two bytes are looked up at once in a table of 256 KiB.
 
-Law: encoding what was decoded gives the same bytes: e3m0's scales divide by a power of two, and 7 scales of
-int4 divided by 7 are the scale again. Price: without ``passes`` about ten passes of elementwise work to
-encode and four to decode, five times slower. The table is 256 KiB.
+Law: encoding what was decoded gives the same bytes. For e3m0's scales divide by a power of two, and 7 scales
+of int4 divided by 7 are the scale again.
 """
 
 from __future__ import annotations
@@ -70,10 +67,10 @@ class E3M0(FourBitCodec):
     """Sign (bit 3) and the magnitudes 0 and 2**-2 .. 2**4 (bits 0..2), scale absmax / 16. The code 8 is never
     written; it decodes as 0.
 
-    Rounding works on the bits of ``values / absmax``. Between two powers of two the arithmetic midpoint is
-    1.5 times the lower one, where the top bit of the mantissa changes; so the exponent with that one bit
-    (``half_exponents``) decides the code. Only the step from 0 is different: its midpoint, 1/8, is a power
-    of two itself.
+    Rounding works on the bits of ``values / absmax``. Between two powers of two the midpoint is 1.5 times the
+    lower one, where the top bit of the mantissa changes. So the exponent with that one bit
+    (``half_exponents``) decides the code. Only the step from 0 is different: its midpoint, 1/8, is a power of
+    two itself.
     """
 
     in_passes = passes.E3M0

@@ -1,12 +1,12 @@
 """One pass over values where torch's operations need many (``passes.c``): fp16, int8, int4 and e3m0, the
 weighted mean, the outer step.
 
-What a round costs on a CPU is passes over memory: in torch an int8 encode with the report of its error is
-fifteen of them, a mean of four slices eighteen. And each of torch's operations takes the interpreter's lock
-anew, for which it waits while another thread has it; a call here takes it once.
+What a round costs on a CPU is passes over memory. In torch an int8 encode is fifteen of them, a mean of four
+slices eighteen. And each of torch's operations takes the interpreter's lock anew, for which it waits while
+another thread has it; a call here takes it once.
 
-Law: the same bits as the torch operations that it stands for, in everything that peers agree on or send (the
-momentum's energy, a figure for people, is summed in another order). So a peer without a compiler, or with
+Law: the same bits as the torch operations that it stands for, in everything that peers agree on or send. The
+momentum's energy, a figure for people, is summed in another order. So a peer without a compiler, or with
 another processor, agrees with all others: ``kernel`` is None there, and callers go torch's way. A call holds
 no interpreter lock, so a training thread goes on meanwhile.
 
@@ -57,8 +57,8 @@ class Passes:
     """Tensors are contiguous, on the CPU and of the size that is said; nothing is checked here."""
 
     def __init__(self, library: Path) -> None:
-        """Raises ``OSError`` if the library does not load, the processor cannot run it, or it was built of
-        another version's source, ``AttributeError`` if it is another one."""
+        """Raises ``OSError`` if the library does not load, the processor cannot run it, or it is of another
+        version. Raises ``AttributeError`` if it is another library."""
         native = ctypes.CDLL(str(library))
         if native.codecs_in_passes() != E3M0 + 1:
             raise OSError("this processor has no AVX2 or no F16C, or the library is of another version")

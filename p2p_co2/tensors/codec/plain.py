@@ -1,9 +1,8 @@
 """Plain floating-point codecs: fp32, fp16, bf16. No scale; the block is 128 values so that parts cut alike
 everywhere.
 
-Law: ``fp32`` gives back the same bits. ``fp16`` and ``bf16`` round to nearest, ties to even, and saturate:
-a larger value becomes the largest one the format has (65504 for fp16), so that one outlier costs accuracy
-and not the round.
+Law: ``fp32`` gives back the same bits. ``fp16`` and ``bf16`` round to nearest, ties to even. A value beyond
+the format becomes its largest one (65504 for fp16), so that an outlier costs accuracy and not the round.
 
 Price: 2 to 8 times the bytes of the block-wise codecs. ``fp16`` loses values below 6e-8, which outer
 gradients of large models do reach: ``bf16`` keeps them, with 8 bits of precision.

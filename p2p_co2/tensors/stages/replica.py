@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from p2p_co2.errors import LocalProtocolError
+from p2p_co2.tensors.device import RandomState, random_state, random_state_kept, set_random_state
 
 Loss = Callable[[Tensor, Any], Tensor]
 """(output, side) to the sum over tokens, a scalar."""
@@ -45,7 +46,7 @@ class _Held:
 
     inputs: Any
     output: Tensor | None
-    random: dict[str, Any] | None
+    random: RandomState | None
 
 
 class StageReplica:
@@ -76,7 +77,7 @@ class StageReplica:
         if not self._is_first:
             inputs = inputs.detach().requires_grad_()
         keeps = self._has_room
-        random = None if keeps else _random_state(self.module)
+        random = None if keeps else random_state(one.device for one in self.module.parameters())
         with torch.set_grad_enabled(keeps), self._measured(keeps and not self._graph_bytes):
             output = self.module(inputs)
         self._held[key] = _Held(inputs, output if keeps else None, random)
@@ -153,19 +154,10 @@ class StageReplica:
     def _again(self, held: _Held) -> Tensor:
         """The output, computed once more with its graph."""
         assert held.random is not None
-        devices = list(held.random["cuda"])
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            torch.set_rng_state(held.random["cpu"])
-            for device, state in held.random["cuda"].items():
-                torch.cuda.set_rng_state(state, device)
+        with random_state_kept(held.random), torch.enable_grad():
+            set_random_state(held.random)
             return self.module(held.inputs)  # type: ignore[no-any-return]
 
     def _count(self, tokens: int, loss: float) -> None:
         known = self.counted
         self.counted = Counted(known.tokens + tokens, known.loss + loss, known.microbatches + 1)
-
-
-def _random_state(module: nn.Module) -> dict[str, Any]:
-    """Torch's, on the CPU and on the accelerators that hold ``module``."""
-    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    return {"cpu": torch.get_rng_state(), "cuda": {d: torch.cuda.get_rng_state(d) for d in devices}}

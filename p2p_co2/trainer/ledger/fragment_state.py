@@ -1,20 +1,14 @@
 """The agreed state of one fragment, and what this peer has in flight for it. Tensors only: no thread, no
 network, no clock.
 
-A snapshot of live parameters becomes an offer; a committed mean becomes the next agreed state and an
+A snapshot of live parameters becomes an offer. A committed mean becomes the next agreed state and an
 ``Outcome``, whose ``Merge`` the training thread applies when it next passes by.
 
-    offer -> open -> commit (counted, or in part) -> none
-                  -> abort (withdrawn: a commit may still hold it) -> none
-
 Laws: the state changes only in ``commit`` and ``adopt``. A change that fails in its middle poisons the
-fragment (``PoisonGuard``). An offer that did not reach the mean, wholly or in some parts, goes back into the
-live parameters or stays there, so that its work is offered again. Residuals of error feedback advance only
-where the offer was counted; under "co2" and "eager", where what comes back is what was sent, with the offer.
+fragment (``PoisonGuard``). Work that did not reach the mean is in the live parameters, or goes back there,
+and is offered again. The residual of error feedback advances where an offer was counted, and nowhere else.
 
-Memory, in copies of the fragment in fp32: 2 for the state; in flight what ``kept`` says; an eighth for a
-residual, and under "eager" two for corrections. A step takes the old state's memory, unless somebody holds it
-(``lend``); under "keep" and "blend" it needs 1 for the merge.
+Memory: ``docs/design/memory.md``.
 """
 
 from __future__ import annotations
@@ -27,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from p2p_co2.codec_specs import COARSE_BITS
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import EnvironmentFault, LocalProtocolError, RemoteProtocolError
 from p2p_co2.protocol.ledger import PartWeights
@@ -38,6 +31,7 @@ from p2p_co2.tensors.codec import Codec
 from p2p_co2.tensors.codec.base import PIECE_VALUES, pieces
 from p2p_co2.tensors.fragments import large_tensor
 from p2p_co2.tensors.outer import Merge, OuterState, StepReport
+from p2p_co2.tensors.outer_rules import Work, get_rule, without
 from p2p_co2.trainer.ledger.kept import (
     Compact,
     Encoded,
@@ -46,60 +40,48 @@ from p2p_co2.trainer.ledger.kept import (
     StepChange,
     added,
     copied,
-    counted,
     room_of,
     spliced,
 )
+from p2p_co2.trainer.ledger.offers import Count, FragmentOffers, KeptOffer
+from p2p_co2.wire.schedule import OfferState
 
 
 @dataclass(frozen=True)
 class EncodedOffer:
-    """An outer gradient ready to travel. ``payload``: uint8 [blocks * block_bytes], host memory. ``merge``,
-    under "co2" and "eager": how the live parameters meet the newest agreed ones at this boundary."""
+    """An outer gradient ready to travel. ``payload``: uint8 [blocks * block_bytes], host memory. ``merge``:
+    how the live parameters set out anew, if they do. ``state_digest``: of the state that it goes upon."""
 
     round: int
     base_version: int
     payload: Buffer
     merge: Merge | None
+    state_digest: bytes = b""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """News for the training thread: how live parameters change, and what became of an offer. ``report``: of
     the outer step, if one was taken. ``share``: how much of this peer's offer is in its mean, 0 to 1.
-    ``ends_offer``: the offer that was open has ended. ``trouble``: in words, why the mean was not applied.
-    ``others``: of other fragments, met between the same two steps."""
+    ``ended``: the offer that is in flight no more. ``trouble``: in words, why the mean was not applied.
+    ``number``: of the fragment's outcomes, from 1. ``others``: of other fragments, met between the same two
+    steps."""
 
     fragment: int
     version: int
     merge: Merge | None
     report: StepReport | None = None
     share: float = 0.0
-    ends_offer: bool = True
+    ended: OfferState | None = None
     trouble: str = ""
+    number: int = 0
     others: Sequence[Outcome] = ()
 
 
-@dataclass(frozen=True)
-class OfferState:
-    """An offer of this peer's until its round has ended. ``residual``: of error feedback, if this one is
-    counted; None under "co2" and "eager", where it is so already."""
-
-    offer_id: bytes
-    weight: float
-    round: int
-    gradient: Kept
-    residual: Compact | None = None
-
-    def is_named(self, name: bytes | float | None) -> bool:
-        """Whether a contributor list means this one: by its id, or by its weight where ids are not told."""
-        return name in (self.offer_id, self.weight)
-
-
 class Departure(NamedTuple):
-    """Where the live parameters set out under "co2" and "eager": the version, and how far it lay from the
-    params of now (the sum of ``offset``), with what was corrected there. ``stale``, under "eager": what the
-    newest mean holds of this peer's, with the gap and the share there."""
+    """Where the live parameters set out, if they do so anew with each offer. ``offset``: how far that lay
+    from the params of now, a sum. ``stale``, for corrections: what the newest mean holds of this peer's, with
+    the gap and the share there."""
 
     version: int
     offset: tuple[Kept, ...] = ()
@@ -147,6 +129,7 @@ class FragmentState:
     ) -> None:
         self._uses = uses
         self._run = run
+        self._rule = get_rule(run.outer)
         self._codec = codec
         self._peer = peer
         self._index = index
@@ -156,13 +139,8 @@ class FragmentState:
         self._readers = set[str]()
         """Who the state was lent to."""
         self.residual: Compact | None = None
-        """Of error feedback, once an offer was counted; under "co2" and "eager" once one was made."""
-        self.open: OfferState | None = None
-        self._withdrawn: OfferState | None = None
-        """The last offer for the next version that was given up: a commit may still turn out to hold it."""
-        self.in_doubt = False
-        """Whether live parameters may hold work that is counted where this peer cannot see it: in another
-        history, or offered by an earlier process. A later offer that is counted whole ends it."""
+        """Of error feedback, once an offer was counted."""
+        self.offers = FragmentOffers(peer, state.params.numel(), codec.block_values)
 
     @property
     def numel(self) -> int:
@@ -187,34 +165,34 @@ class FragmentState:
 
     # ---- offers
 
-    def offer(self, snapshot: Tensor, weight: float, offer_id: bytes = b"") -> EncodedOffer:
+    def offer(self, snapshot: Tensor, state: OfferState) -> EncodedOffer:
         """Encode what this peer learned. ``snapshot``: fp32 [n], live parameters at the schedule point; owned
         from now on. Raises ``ValueError`` if a value is not finite."""
         self.guard.check()
-        if self.open is not None:
-            raise LocalProtocolError(f"round {self.open.round} is still in flight")
+        self.offers.must_be_free()
         feedback = self._run.codec
         codec = self._codec
         size = self.numel
-        room = lost = merge = None
+        room = None
+        lost = None
         if feedback.error_feedback:
             lost = None if codec.name == "fp32" else room_of(codec, size, 4)
-        elif not self._run.outer.is_delayed and 8 * codec.block_bytes < COARSE_BITS * codec.block_values:
-            room = room_of(codec, size, 16)
+        elif (bits := self._rule.keeps(codec.spec.bits)) > 0:
+            room = room_of(codec, size, bits)
         payload = self._encoded(snapshot, room, lost).numpy().data
         sent = Encoded(codec, payload, size)
+        gradient: Kept = room or sent
+        if lost is not None:
+            gradient = Gradient(sent, lost, self.residual, feedback.error_feedback_decay)
         round_ = self.state.version + 1
         base_version = self.state.version
-        if self._run.outer.is_delayed:  # what comes back, if it does, is what was sent
+        merge = None
+        if self._rule.returns_work:
             base_version = self.departure.version
             # It sets the live parameters out anew: who does not hear of that must not be saved.
             with self.guard.changing(f"setting out for round {round_}"):
                 merge = self._boundary_merge(snapshot, sent)
-            self.residual = lost
-            self.open = OfferState(offer_id, weight, round_, sent)
-        else:
-            gradient = room or Gradient(sent, lost, self.residual, feedback.error_feedback_decay)
-            self.open = OfferState(offer_id, weight, round_, gradient, lost)
+        self.offers.open = KeptOffer(state, sent, gradient, lost)
         return EncodedOffer(round_, base_version, payload, merge)
 
     def _encoded(self, snapshot: Tensor, room: Compact | None, lost: Compact | None) -> Tensor:
@@ -250,8 +228,8 @@ class FragmentState:
         return payload
 
     def _boundary_merge(self, snapshot: Tensor, fresh: Encoded) -> Merge:
-        """Rules "co2" and "eager": the live parameters set out from the newest agreed ones. ``snapshot`` is
-        used up; ``fresh``: what is offered."""
+        """The live parameters set out from the newest agreed ones. ``snapshot`` is used up; ``fresh``: what
+        is offered."""
         stale = self.departure.stale
         self.departure = Departure(self.state.version)
         merge = Merge(1.0, torch.sub(self.state.params, snapshot, out=snapshot))
@@ -259,22 +237,22 @@ class FragmentState:
             was, gap, share = stale
             kept = room_of(self._codec, self.numel, 4)
             for at in pieces(self.numel):
-                correction = outer.eager_correction(self._run.outer, gap, share, fresh[at], was[at])
+                correction = self._rule.correction(gap, share, fresh[at], was[at])
+                assert correction is not None
                 kept.set_(at, correction.neg_())
                 merge.addend[at].add_(kept[at])  # as it is kept, so that nothing is rounded away
             self.departure = self.departure._replace(offset=(kept,))
         return merge
 
     def abort(self, offer_id: bytes) -> Outcome | None:
-        """The open offer came to nothing: what that means, or None if it is another one that is open. Under
-        "co2" and "eager" its work had been taken out of the live parameters; otherwise it never left."""
-        mine = self.open
-        if mine is None or mine.offer_id != offer_id:
+        """The open offer came to nothing: what that means, or None if it is another one that is open. Its
+        work is put back, if it had left the live parameters."""
+        mine = self.offers.open_as(offer_id)
+        if mine is None:
             return None
-        merge = self._plus(lambda at: mine.gradient[at].neg_()) if self._run.outer.is_delayed else None
-        self.open = None
-        self._withdrawn = mine
-        return self._outcome(merge)
+        merge = self._plus(lambda at: mine.gradient[at].neg_()) if self._rule.returns_work else None
+        self.offers.withdraw()
+        return self._outcome(merge, ended=mine.state)
 
     # ---- rounds
 
@@ -300,11 +278,11 @@ class FragmentState:
     ) -> Outcome:
         old = self.state
         refused = ""
-        had_offer = self.open is not None
         try:
-            # In the old memory where nobody needs it: "keep" and "blend" need the old parameters.
-            reuse = "" if self._readers else "all" if self._run.outer.is_delayed else "momentum"
-            base_version = min(base_version, old.version) if self._run.outer.is_delayed else old.version
+            # In the old memory where nobody needs it: live parameters that take the step in need the old
+            # ones, and meet each mean at once, so that no gradient is late.
+            reuse = "" if self._readers else "all" if self._rule.returns_work else "momentum"
+            base_version = min(base_version, old.version) if self._rule.returns_work else old.version
             largest = mean.largest()
             new, report = outer.step(
                 self._run.outer, old, mean, base_version, largest=largest, reuse=reuse, new=large_tensor
@@ -314,56 +292,41 @@ class FragmentState:
             refused = str(error)
             new = old._replace(version=round_)
             report = StepReport(1.0, 0.0)
-        mine = self._mine(round_, parts)
-        missed = [slice(0, self.numel)] if refused else self._missed(parts)
-        if self._run.outer.is_delayed and not refused:
+        count = self.offers.count(parts)
+        if refused:
+            count = count._replace(missed=[slice(0, self.numel)])
+        mine = count.offer
+        missed = count.missed
+        if self._rule.returns_work and not refused:
             moved = StepChange(self._run.outer, mean, new.momentum, report.gap)
             self.departure = self.departure._replace(offset=(*self.departure.offset, moved))
-        merge = self._merge_after(old, new, mine, missed, parts)
+        merge = self._merge_after(old, new, count)
         if mine is not None:
             self._advance_residual(mine, missed)
             self._remember_stale(mine, report, parts, missed)
-        if mine is not None and not missed and (self.open is None or self.open is mine):
-            self.in_doubt = False
-        self.open = self._withdrawn = None
+        if mine is not None and not missed and self.offers.open in (None, mine):
+            self.offers.in_doubt = False
+        ended = self.offers.end()
         self.state = new
         # A merge to the new parameters themselves, or the old ones again, is in somebody else's hands now.
         self._readers = {"others"} if refused or (merge and merge.addend is new.params) else set()
         lost = sum(part.stop - part.start for part in missed) / self.numel
-        return self._outcome(merge, report, 0.0 if mine is None else 1.0 - lost, had_offer, refused)
+        return self._outcome(merge, report, 0.0 if mine is None else 1.0 - lost, ended, refused)
 
-    def _merge_after(
-        self, old: OuterState, new: OuterState, mine: OfferState | None, missed: Sequence[slice],
-        parts: Sequence[PartWeights],
-    ) -> Merge | None:  # fmt: skip
-        if mine is None and _is_in(parts, self._peer):
-            # An offer that we no longer know (made before a restart) is in the mean. Keeping our work would
-            # count it twice; dropping it loses at most what came after that offer.
+    def _merge_after(self, old: OuterState, new: OuterState, count: Count) -> Merge | None:
+        if count.is_forgotten:
+            # Keeping our work would count the forgotten offer's twice; dropping it loses at most what came
+            # after that one.
             self.departure = Departure(new.version)
             return Merge(0.0, new.params)
-        if self._run.outer.is_delayed:
-            return self._work_returned(mine, missed)
+        mine = count.offer
         if mine is None:
-            return outer.merge(self._run.outer, old, new, None, missed)
+            return self._rule.merge(old, new, Work())
+        open_ = self.offers.open
+        later = None if open_ is None or open_ is mine else open_.gradient.__getitem__
+        work = Work(mine.gradient.__getitem__, count.missed, mine is not open_, later)
         out = None if self._readers or new.params is old.params else old.params
-        return outer.merge(self._run.outer, old, new, mine.gradient.__getitem__, missed, out)
-
-    def _work_returned(self, mine: OfferState | None, missed: Sequence[slice]) -> Merge | None:
-        """Rules "co2" and "eager": put back what was offered and not counted."""
-        if mine is None or (mine is self.open and not missed):
-            return None
-        # An offer that was given up and put back, and counts after all: what counted is taken out again. A
-        # later offer for the same round held that work too, and comes to nothing.
-        is_late = mine is not self.open
-        later = self.open.gradient if is_late and self.open is not None else None
-
-        def back(at: slice) -> Tensor:
-            values = counted(mine.gradient, at, missed)
-            if not is_late:
-                values.sub_(mine.gradient[at])
-            return values if later is None else values.sub_(later[at])
-
-        return self._plus(back)
+        return self._rule.merge(old, new, work, out)
 
     def _plus(self, values: Callable[[slice], Tensor], addend: Tensor | None = None) -> Merge:
         """Live parameters plus ``values``, which is asked piece by piece; in ``addend``, if there is one."""
@@ -375,95 +338,68 @@ class FragmentState:
     # ---- a donor's state
 
     def adopt(self, state: OuterState, parts: Sequence[PartWeights] | None = None) -> Outcome:
-        """Replace the agreed state by a donor's; what this peer learned and nobody counted stays in its live
-        parameters. ``parts``: who is in the round after our state, None if its outcome is not known.
-
-        Where it is not, this peer's last offers are taken for counted: that costs the work of one offer, and
-        the other guess would count it twice. ``in_doubt``, nothing is kept.
-        """
-        had_offer = self.open is not None
+        """Replace the agreed state by a donor's. What this peer learned and nobody counted stays in its live
+        parameters; nothing does where that is in doubt. ``parts``: who is in the round after our state, None
+        if nobody knows."""
         with self.guard.changing(f"taking over the others' version {state.version}"):
             merge = self._take_over(state, parts)
-        return self._outcome(merge, ends_offer=had_offer)
+            return self._outcome(merge, ended=self.offers.end())
 
     def _take_over(self, state: OuterState, parts: Sequence[PartWeights] | None) -> Merge:
+        offers = self.offers
         is_newer = state.version > self.state.version
-        mine = None
-        missed = list[slice]()
-        is_foreign = False
-        if is_newer and parts is None:
-            mine = self.open or self._withdrawn
-        elif is_newer and parts is not None and _is_in(parts, self._peer):
-            mine = self._mine(self.state.version + 1, parts)
-            missed = self._missed(parts)
-            is_foreign = mine is None
-        if self.in_doubt or is_foreign:
-            merge, self.in_doubt = Merge(0.0, state.params), False  # as in ``_merge_after``
+        count = offers.count(parts) if is_newer else Count(None)
+        if offers.in_doubt or count.is_forgotten:
+            merge = Merge(0.0, state.params)  # as in ``_merge_after``
+            offers.in_doubt = False
         else:
-            merge = self._rebased_on(state, mine, missed)
-            if mine is not None:
-                self._advance_residual(mine, missed)
+            merge = self._rebased_on(state, count.offer, count.missed)
+            if count.offer is not None:
+                self._advance_residual(count.offer, count.missed)
             # Of another history: a round there may count what was offered, and we may come back to it.
-            self.in_doubt = not is_newer and (self.open or self._withdrawn) is not None
-        self.open = self._withdrawn = None
+            offers.in_doubt = not is_newer and (offers.open or offers.withdrawn) is not None
         self.state = state
         self.departure = Departure(state.version)
         self._readers = {"others"}  # its tensors may lie in one block: it goes when both have been replaced
         return merge
 
-    def _rebased_on(self, state: OuterState, mine: OfferState | None, missed: Sequence[slice]) -> Merge:
+    def _rebased_on(self, state: OuterState, mine: KeptOffer | None, missed: Sequence[slice]) -> Merge:
         """Live parameters keep the work of this peer that is not counted, measured from ``state``; what of
         ``mine`` was not ``missed`` is. In the old parameters' memory if nothing needs them any more."""
         gone = list(self.departure.offset)
-        if self._run.outer.is_delayed and self.open is not None:
-            gone.append(self.open.gradient)  # it was taken out of them, and is in flight
+        if self._rule.returns_work and self.offers.open is not None:
+            gone.append(self.offers.open.gradient)  # it was taken out of them, and is in flight
 
         def moved(at: slice) -> Tensor:
             values = state.params[at] - self.state.params[at]
             if gone:
                 values.sub_(added(gone, at))
-            return values if mine is None else values.add_(counted(mine.gradient, at, missed))
+            return values if mine is None else values.add_(without(mine.gradient[at], at, missed))
 
         return self._plus(moved, None if self._readers else self.state.params)
 
     def reset(self, trouble: str = "") -> Outcome:
         """Start again from the agreed state; what this peer learned since is dropped. An offer that is in
         flight may still be counted, and live parameters hold nothing of it from now on."""
-        if self.open is not None:
+        open_ = self.offers.open
+        if open_ is not None:
             nothing = room_of(self._codec, self.numel, 4)
             for at in pieces(self.numel):
                 nothing.set_(at, torch.zeros(at.stop - at.start, dtype=torch.float32, device="cpu"))
-            self.open = replace(self.open, gradient=nothing)
-        self._withdrawn, self.departure = None, Departure(self.state.version)
-        merge = Merge(0.0, self.lend().params)
-        return self._outcome(merge, ends_offer=self.open is None, trouble=trouble)
+            self.offers.open = replace(open_, gradient=nothing)
+        self.offers.withdrawn = None
+        self.departure = Departure(self.state.version)
+        return self._outcome(Merge(0.0, self.lend().params), trouble=trouble)
 
-    # ---- whose work a mean holds
+    # ---- what counted
 
     def _outcome(
         self, merge: Merge | None, report: StepReport | None = None, share: float = 0.0,
-        ends_offer: bool = True, trouble: str = "",
+        ended: OfferState | None = None, trouble: str = "",
     ) -> Outcome:  # fmt: skip
-        return Outcome(self._index, self.state.version, merge, report, share, ends_offer, trouble)
+        return Outcome(self._index, self.state.version, merge, report, share, ended, trouble)
 
-    def _mine(self, round_: int, parts: Sequence[PartWeights]) -> OfferState | None:
-        """Which of this peer's offers the mean is about."""
-        mine = [offer for offer in (self.open, self._withdrawn) if offer and offer.round == round_]
-        names = {part.offer_of(self._peer) for part in parts} - {None}
-        if not names:
-            return mine[0] if mine and mine[0] is self.open else None
-        return next((offer for offer in mine if all(map(offer.is_named, names))), None)
-
-    def _missed(self, parts: Sequence[PartWeights]) -> list[slice]:
-        """The ranges of the fragment in which this peer's slice does not count."""
-        values = self._codec.block_values
-        return [
-            slice(part.start_block * values, min(self.numel, part.stop_block * values))
-            for part in parts
-            if part.offer_of(self._peer) is None and part.start_block * values < self.numel
-        ]
-
-    def _advance_residual(self, mine: OfferState, missed: Sequence[slice]) -> None:
+    def _advance_residual(self, mine: KeptOffer, missed: Sequence[slice]) -> None:
         if mine.residual is not None and missed:
             room = room_of(self._codec, self.numel, 4)
             self.residual = spliced(mine.residual, self.residual, missed, room)
@@ -471,20 +407,16 @@ class FragmentState:
             self.residual = mine.residual
 
     def _remember_stale(
-        self, mine: OfferState, report: StepReport, parts: Sequence[PartWeights], missed: Sequence[slice]
+        self, mine: KeptOffer, report: StepReport, parts: Sequence[PartWeights], missed: Sequence[slice]
     ) -> None:
-        """Rule "eager": what the mean holds of this peer's, with the share that it counted with."""
-        if self._run.outer.rule != "eager" or missed:
+        """What the mean holds of this peer's, with the share that it counted with, if the rule corrects."""
+        if not self._rule.copies or missed:
             return
         # Parts may have counted it with weights that differ a little: their mean, by their sizes.
         sizes = [part.stop_block - part.start_block for part in parts]
         shares = [part.weights[self._peer] / sum(part.weights.values()) for part in parts]
         share = self._uses * sum(size * one for size, one in zip(sizes, shares, strict=True)) / sum(sizes)
-        kept = mine.gradient
+        kept: Kept = mine.sent
         if 8 * self._codec.block_bytes >= 5 * self._codec.block_values and self._codec.name != "fp32":
             kept = copied((kept,), room_of(self._codec, self.numel, 4))  # the payload would be more
         self.departure = self.departure._replace(stale=(kept, report.gap, share))
-
-
-def _is_in(parts: Sequence[PartWeights], peer: str) -> bool:
-    return any(part.offer_of(peer) is not None for part in parts)

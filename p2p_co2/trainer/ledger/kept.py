@@ -1,15 +1,8 @@
-"""What a peer keeps of an offer until its round has ended: fp32 values, held in as little as they need.
+"""What a peer keeps of an offer until its round has ended: fp32 values, held in as little as they need. How
+much that is, and why, ``docs/design/memory.md`` says.
 
-The payload is in the round anyway and holds the outer gradient but for what the codec lost. Kept beside it,
-in copies of the fragment in fp32:
-
-- "co2" and "eager": nothing. What comes back of an offer that was not counted is what was sent.
-- "keep" and "blend" with error feedback: what the codec lost, in four bits (1/8): the next residual.
-- "keep" and "blend" without it, with a codec of 8 bits or less: the gradient in half precision (1/2).
-- "keep" and "blend" without it, with a finer codec: nothing. What it lost stays in the live parameters.
-
-Law: nothing here changes once it is whole, so whoever holds it reads the same values. Price: a decode for
-each piece that is read.
+Law: nothing here changes once it is whole, so all that hold it read the same values. Price: a decode for each
+piece that is read.
 """
 
 from __future__ import annotations
@@ -27,6 +20,7 @@ from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import Codec, get_codec
 from p2p_co2.tensors.codec.base import PIECE_VALUES, pieces
 from p2p_co2.tensors.fragments import large_tensor
+from p2p_co2.tensors.outer_rules import within
 
 _BITS = 15
 """The largest value of a piece is kept as one below 2^_BITS: fp16 ends at 65504."""
@@ -37,9 +31,8 @@ class Encoded:
     """A payload as the values it stands for: fp32 [numel], read by slices. Nobody changes its bytes. A mean
     is what others signed, of any size, holding anything: read it only if ``largest`` is finite.
 
-    ``uses``: times its values; 2 for the mean of a tied table, over all peers of both stages that use it. The
-    unsplit model's mean is the sum over both uses, and the gap penalty and an elementwise clip see that only
-    here: twice the outer learning rate is the same, bit for bit, for other clips and without a penalty."""
+    ``uses``: times its values. It is 2 for the mean of a tied table over all peers of both stages that use
+    it: the unsplit model's mean is the sum."""
 
     def __init__(self, codec: Codec, payload: Buffer, numel: int, uses: int = 1) -> None:
         self.codec = codec
@@ -82,9 +75,8 @@ class Encoded:
 
 
 class Compact:
-    """fp32 [numel] in a codec's code, each of the ``pieces`` scaled by a power of two: 1/2 of its size in
-    "fp16", 1/8 in "int4", exact in "fp32". Values come back as near as the codec keeps them, however large or
-    small all of them are; a piece of nothing above 2^-100 as zeros."""
+    """fp32 [numel] in a codec's code, each of the ``pieces`` scaled by a power of two. Values come back as
+    near as the codec keeps them, however large or small; a piece of nothing above 2^-100 as zeros."""
 
     def __init__(self, numel: int, codec: Codec) -> None:
         self._codec = codec
@@ -142,8 +134,8 @@ class Gradient:
 
 class StepChange:
     """How far a step took the agreed parameters back, ``old - new`` but for one rounding: fp32 [numel], read
-    by slices; computed again from the ``mean`` that it applied, the ``momentum`` that it left, which must not
-    change, and its staleness gap penalty ``gap``."""
+    by slices. It is computed again from the ``mean`` that was applied, the ``momentum`` that was left (which
+    must not change), and the ``gap``."""
 
     def __init__(self, config: OuterConfig, mean: Encoded, momentum: Tensor, gap: float) -> None:
         self._config = config
@@ -181,14 +173,6 @@ def added(values: Sequence[Kept], at: slice) -> Tensor:
     return total
 
 
-def counted(gradient: Kept, at: slice, missed: Sequence[slice]) -> Tensor:
-    """What a mean holds of an offer that it ``missed`` in these ranges: fp32, a new tensor."""
-    values = gradient[at]
-    for part in missed:
-        values[within(part, at)] = 0.0
-    return values
-
-
 def spliced(fresh: Compact, before: Compact | None, missed: Sequence[slice], room: Compact) -> Compact:
     """``fresh`` in ``room``, but in the ranges ``missed`` what was ``before``: zeros without it."""
     for at in pieces(len(fresh)):
@@ -197,9 +181,3 @@ def spliced(fresh: Compact, before: Compact | None, missed: Sequence[slice], roo
             values[here] = 0.0 if before is None else before[at][here]
         room.set_(at, values)
     return room
-
-
-def within(part: slice, at: slice) -> slice:
-    """Where ``part`` lies in the piece ``at``, counted from that one's start."""
-    size = at.stop - at.start
-    return slice(min(size, max(0, part.start - at.start)), min(size, max(0, part.stop - at.start)))

@@ -1,6 +1,6 @@
 """The tensor side of a node: all fragments' states on one worker thread, which works in the order of asking.
 
-Only snapshots, bytes and merges cross between threads: the training thread hands over snapshots
+Only snapshots, bytes and merges cross between threads. The training thread hands over snapshots
 (``submit_offer``) and takes ``Outcome`` values from ``outcomes``; the network thread awaits the ``Ledger``
 methods.
 """
@@ -24,7 +24,7 @@ from p2p_co2.protocol.catchup.goals import chunk_bytes_of
 from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, Exported, PartWeights, Reduced, SliceRefused
 from p2p_co2.protocol.rounds import Likeness
 from p2p_co2.system.memory import Buffer, return_holes
-from p2p_co2.tensors.aggregation import HostileSlice, Rule, compare, reduce_slices, weighted_mean
+from p2p_co2.tensors.aggregation import AggregationRule, HostileSlice, compare, get_rule, reduce_slices
 from p2p_co2.tensors.checkpoint.agreed import (
     state_chunk_digests,
     state_from_bytes,
@@ -35,6 +35,7 @@ from p2p_co2.tensors.checkpoint.parts import Values
 from p2p_co2.tensors.codec import Codec
 from p2p_co2.tensors.outer import OuterState
 from p2p_co2.trainer.ledger.fragment_state import EncodedOffer, FragmentState, Outcome
+from p2p_co2.wire.schedule import OfferState
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -42,8 +43,6 @@ NOT_FINITE = (
     "this peer's parameters were not finite (NaN or Inf): it took over the agreed ones, and its inner "
     "optimizer began anew; look at the data, the loss and the learning rate. This is told once"
 )
-Encoded = Callable[[int, EncodedOffer, AgreedVersion], None]
-"""What is called on the worker when an offer is encoded: (fragment, offer, where the fragment is)."""
 
 
 def _compute_as_all_do() -> None:
@@ -69,18 +68,18 @@ class TensorWorker:
     done, one thing after the other, if not on a thread of its own. ``close`` ends it."""
 
     def __init__(
-        self, codec: Codec, fragments: Sequence[FragmentState], rule: Rule = weighted_mean,
+        self, codec: Codec, fragments: Sequence[FragmentState], rule: AggregationRule | None = None,
         thread: ThreadPoolExecutor | None = None,
     ) -> None:  # fmt: skip
         self._codec = codec
-        self._rule = rule
+        self._rule = rule or get_rule("mean")
         self.fragments = list(fragments)
         self.thread = thread or ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="p2p-co2 tensors", initializer=_compute_as_all_do
         )
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._told = [0] * len(self.fragments)
-        """Outcomes of each fragment so far."""
+        """Number of the last outcome of each fragment."""
         self.failure: BaseException | None = None
         """A bug in work that nobody awaits; the training thread raises it."""
         self.chunk_bytes = chunk_bytes_of([state_size_bytes(one.numel) for one in self.fragments])
@@ -120,9 +119,8 @@ class TensorWorker:
         return read() if self._is_closed else self.thread.submit(read).result()
 
     def borrow(self) -> tuple[list[OuterState], dict[int, Values], list[dict[int, bytes]]]:
-        """The agreed states and the residuals of one moment, for a checkpoint: not written to until each is
-        given back; and their ``past``, where the network thread knows of the state. Waits for the worker.
-        Raises as ``PoisonGuard.check``."""
+        """The agreed states, the residuals and the ``past`` of one moment, for a checkpoint. Nothing writes
+        to a state until it is given back. Waits for the worker. Raises as ``PoisonGuard.check``."""
 
         def read() -> tuple[list[OuterState], dict[int, Values], list[dict[int, bytes]]]:
             states = [fragment.lend("saver") for fragment in self.fragments]
@@ -143,36 +141,34 @@ class TensorWorker:
         for known, saved in zip(self.past, past, strict=False):
             known.update(saved)
         for index, fragment in enumerate(self.fragments):
-            fragment.in_doubt = True
+            fragment.offers.in_doubt = True
             if index in residuals:
                 fragment.set_residual(residuals[index])
 
     def submit_offer(
-        self, fragment: int, snapshot: Tensor, weight: float, outcomes_taken: int, done: Encoded,
-        offer_id: bytes = b"",
-    ) -> Future[None]:  # fmt: skip
+        self, fragment: int, snapshot: Tensor, state: OfferState, done: Callable[[EncodedOffer], None]
+    ) -> Future[None]:
         """Encode an offer; ``done`` is called on the worker. Does not block.
 
-        ``outcomes_taken``: how many of the fragment's outcomes ``snapshot`` has met. If another one is on its
-        way, the agreed state is not the one that the snapshot set out from: measured from it, the gradient
-        would take the swarm's last step back. Then nothing is offered and the work stays for the next point.
+        Nothing is offered if an outcome is on its way that ``snapshot`` has not met. Measured from that state
+        the gradient would take the swarm's last step back. The work stays for the next point.
         """
 
         def encode() -> None:
             return_holes()  # the snapshot is there, and more is about to be made
             mine = self.fragments[fragment]
             agreed = self._agreed(fragment)
-            if outcomes_taken != self._told[fragment]:
-                self._tell(Outcome(fragment, agreed.version, None))
+            if state.met != self._told[fragment]:
+                self._tell(Outcome(fragment, agreed.version, None, ended=state))
                 return
             try:
-                offer = mine.offer(snapshot, weight, offer_id)
+                offer = mine.offer(snapshot, state)
             except ValueError:  # NaN or Inf: this peer's own training has diverged
-                self._reset()
+                self._reset(fragment, state)
                 return
             if offer.merge is not None:
-                self._tell(Outcome(fragment, agreed.version, offer.merge, ends_offer=False))
-            done(fragment, offer, agreed)
+                self._tell(Outcome(fragment, agreed.version, offer.merge))
+            done(replace(offer, state_digest=agreed.digest))
 
         future = self.thread.submit(encode)
         future.add_done_callback(self._note_failure)
@@ -217,7 +213,7 @@ class TensorWorker:
 
     @_on_worker
     def doubt(self, fragment: int) -> None:
-        self.fragments[fragment].in_doubt = True
+        self.fragments[fragment].offers.in_doubt = True
 
     @_on_worker
     def export(self, fragment: int) -> Exported:
@@ -258,16 +254,21 @@ class TensorWorker:
             self._chunk_digests[fragment] = digests or state_chunk_digests(mine.state, self.chunk_bytes)
         return self._agreed(fragment)
 
-    def _reset(self) -> None:
-        """What is not finite in one fragment is soon so in all: one outcome resets them at one moment."""
-        first, *others = [one.reset(NOT_FINITE) for one in self.fragments]
-        for index in range(len(self.fragments)):
-            self._told[index] += 1
+    def _reset(self, fragment: int = -1, ended: OfferState | None = None) -> None:
+        """What is not finite in one fragment is soon so in all: one outcome resets them at one moment.
+        ``ended``: the offer of ``fragment`` that was to be made."""
+        news = [one.reset(NOT_FINITE) for one in self.fragments]
+        if ended is not None:
+            news[fragment] = replace(news[fragment], ended=ended)
+        first, *others = map(self._numbered, news)
         self.outcomes.put(replace(first, others=[replace(one, trouble="") for one in others]))
 
     def _tell(self, outcome: Outcome) -> None:
+        self.outcomes.put(self._numbered(outcome))
+
+    def _numbered(self, outcome: Outcome) -> Outcome:
         self._told[outcome.fragment] += 1
-        self.outcomes.put(outcome)
+        return replace(outcome, number=self._told[outcome.fragment])
 
     def _note_failure(self, future: Future[None]) -> None:
         if not future.cancelled() and future.exception() is not None:

@@ -40,7 +40,7 @@ from p2p_co2.trainer.ranks.follower import Follower
 from p2p_co2.trainer.ranks.group import compare_samples, has_frozen_shards, sample_digest, whole_frozen
 from p2p_co2.trainer.ranks.parameters import Group
 from p2p_co2.trainer.rates import Factor, Rates
-from p2p_co2.trainer.stages.side_thread import PeerThread
+from p2p_co2.trainer.session import Participation
 from p2p_co2.trainer.synchroniser import Progressed
 
 _Given = tuple[int | Tensor, float | Tensor]
@@ -54,13 +54,13 @@ class LeadingPeer(Peer):
     by all ranks at the same time; ``agreed_parameters`` by rank 0 alone, if it likes."""
 
     def __init__(
-        self, thread: PeerThread, ledger: TensorWorker, plan: Plan, rates: Rates, start: Progressed
+        self, part: Participation, ledger: TensorWorker, plan: Plan, rates: Rates, start: Progressed
     ) -> None:
         assert plan.group is not None
         self._ranks = plan.group.ranks
         self._device = next(plan.model.parameters()).device
         self._has_stepped = False
-        super().__init__(thread, ledger, plan, rates, start)
+        super().__init__(part, ledger, plan, rates, start)
         self._signals = Asked(self.stop, signal.SIGINT, signal.SIGTERM)
 
     def step(self, tokens: int | Tensor, loss: float | Tensor) -> bool:

@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,10 +29,11 @@ from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.recipes.inner_step import clip_
 from p2p_co2.recipes.sizes import StageSize
 from p2p_co2.system.machine import available_memory_bytes
-from p2p_co2.trainer.network_thread import PipelineView
+from p2p_co2.tensors.device import is_accelerator, memory_bytes
 from p2p_co2.trainer.peer import Peer, heal
 from p2p_co2.trainer.stages.work import Crossings, Done, StageWork
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
+from p2p_co2.trainer.views import PipelineView
 
 TRAINED_COPIES, AGREED_COPIES = 4, 4
 """Of the parameters: those in training, their gradient and two moments; and what is beside training."""
@@ -67,9 +67,9 @@ def fitting(sizes: Sequence[StageSize], run: RunConfig, device: str, cache_bytes
     """The stages that this machine has the memory for: for training with two moments on ``device``, with the
     graphs of all microbatches under way or as many as half of ``cache_bytes`` holds; and for what peers agree
     on in the host's memory. Raises ``ConfigError`` if there is none."""
-    is_host = torch.device(device).type != "cuda"
+    is_host = not is_accelerator(device)
     host = available_memory_bytes()
-    there = host if is_host else float(torch.cuda.mem_get_info(device)[0])
+    there = host if is_host else float(memory_bytes(device)[0])
     fits = list[int]()
     needed = list[float]()
     for stage, size in enumerate(sizes):
@@ -89,7 +89,7 @@ def fitting(sizes: Sequence[StageSize], run: RunConfig, device: str, cache_bytes
     return fits
 
 
-class Trained(NamedTuple):
+class TrainedGroup(NamedTuple):
     """What a stage's peer trains in one group: ``peer`` is in it, ``optimizer`` steps its parameters."""
 
     peer: Peer
@@ -103,7 +103,7 @@ class StagePeer:
     ``max_grad_norm``: as ``Recipe`` has it."""
 
     def __init__(
-        self, groups: Sequence[Trained], pipeline: PipelineView, place: Place, work: StageWork,
+        self, groups: Sequence[TrainedGroup], pipeline: PipelineView, place: Place, work: StageWork,
         max_grad_norm: float | None = None,
     ) -> None:  # fmt: skip
         self._groups = groups

@@ -31,8 +31,10 @@ from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, MAX_STRING
 
 DAEMON_GONE = "the libp2p daemon of this process is gone"
-_P2P_CODE, _CIRCUIT_CODE = b"\xa5\x03", b"\xa2\x02"
-"""421 and 290 as varints (multiaddr's table of protocols)."""
+_P2P_CODE = b"\xa5\x03"
+"""421 as a varint (multiaddr's table of protocols)."""
+_CIRCUIT_CODE = b"\xa2\x02"
+"""290."""
 
 
 class Stream(NamedTuple):

@@ -75,7 +75,7 @@ class DaemonP2P(P2P):  # type: ignore[misc]  # hivemind has no annotations
 class Daemon:
     """The daemon's process, its folder, and the last lines that it printed; made in the loop that uses it.
 
-    Threads read what it prints and wait for its end, and no signal handler does: SIGCHLD is the whole
+    Threads read what it prints and wait for its end. A signal handler could not: SIGCHLD is the whole
     process's, and a DataLoader or the user may take it.
     """
 
@@ -374,8 +374,8 @@ def _arguments(
 
 
 def _require_free(host: str, port: int) -> None:
-    """Raise ``EnvironmentFault`` if somebody listens on the port: the daemon would share it without a word,
-    and half of those that dial would reach the other."""
+    """Raise ``EnvironmentFault`` if somebody listens on the port, which the daemon would share without a
+    word."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

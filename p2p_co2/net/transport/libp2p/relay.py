@@ -3,7 +3,7 @@
 A seed passes on streams to whoever holds a place there (libp2p's "Circuit Relay v2"). We ask for places
 ourselves, on a stream of that protocol: the daemon's own search takes up to three minutes. A place lives as
 long as the connection to the relay, so it is renewed. Price: what passes through a relay costs the seed's
-line, twice, and a circuit may be cut off, which to a link is a loss like any other.
+line, twice. A circuit may be cut off, which to a link is a loss like any other.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from google.protobuf.message import DecodeError
-
-from p2p_co2.errors import TransportError
+from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.net.transport.addresses import multiaddr_of
 from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
-from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.identity import Identity, PeerId, parsed
 from p2p_co2.wire.limits import MAX_RECORD_BYTES
 from p2p_co2.wire.messages_pb2 import CircuitHop
 
@@ -105,7 +103,7 @@ async def start_relay(
     identity_path: Path, host: str, port: int, announce_host: str, upnp: bool = True
 ) -> P2P:
     """``start_p2p`` of a daemon that passes on payload. Of its two relays (see there) the small one wins now
-    and then all the same, and nobody would have a place: so that is looked at, but for the last start."""
+    and then all the same. So it is asked for a place, but for the last start."""
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     for left in reversed(range(STARTS)):
         async with AsyncExitStack() as stack:
@@ -143,6 +141,6 @@ async def read_hop(reader: asyncio.StreamReader) -> CircuitHop:
     if length > MAX_RECORD_BYTES:
         raise TransportError("its answer is too large")
     try:
-        return CircuitHop.FromString(await reader.readexactly(length))
-    except DecodeError:
+        return parsed(CircuitHop, await reader.readexactly(length))
+    except RemoteProtocolError:
         raise TransportError("it answers nonsense when asked to relay") from None

@@ -1,11 +1,10 @@
 """Streams of one protocol over the daemon: served by one coroutine each, or asked questions on.
 
-Frames are 4 bytes of length (big-endian), then the bytes. libp2p proves who is at the other end. A link goes
-one way, so an answer needs a link back, and a record in the DHT with it: right for members, wrong for
-somebody that only looks. ``AnswerServer`` answers on the asker's own stream.
+Frames are 4 bytes of length (big-endian), then the bytes. libp2p proves who is at the other end. A peer that
+only asks has no link, nor a record in the DHT: ``AnswerServer`` answers on the asker's own stream.
 
-Laws: sizes are checked before allocation; every wait is bounded; whoever opens too many streams, or breaks a
-rule, is hung up on; no task is left after ``close``. Price: three to five times the CPU of gRPC.
+Laws: sizes are checked before allocation, and every wait is bounded. A peer that opens too many streams, or
+breaks a rule, is hung up on. No task is left after ``close``. Price: three to five times the CPU of gRPC.
 """
 
 from __future__ import annotations

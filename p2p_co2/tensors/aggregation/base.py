@@ -1,0 +1,122 @@
+"""The slices that the peers sent for a part, and what every rule that makes one mean of them is.
+
+Laws: a rule is deterministic, so all owners of the same slices make the same bytes, whatever the order of
+arrival. Slices come in the order of peer ids. The weighted mean is summed in fp32 in that order. Each peer's
+values are multiplied by its share, ``weight / sum of weights`` (fp64, rounded once to fp32), before they are
+added: large weights cannot overflow. The owner gets its own result by decoding these bytes, like everybody
+else.
+
+Price: the mean is encoded again, which adds a second quantisation error. Slices are read in pieces of a MiB;
+fp16, int8, int4 and e3m0 need no memory for the mean (``codec.passes``).
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.system.memory import Buffer, large_buffer
+from p2p_co2.tensors.codec import Codec
+from p2p_co2.tensors.codec.base import CHUNK_BLOCKS, LARGEST
+
+
+class Mean(NamedTuple):
+    """``encoded``: a mean. ``weights``: what each slice counted with in it, at most what was asked for it, in
+    the order of the slices."""
+
+    encoded: memoryview
+    weights: tuple[float, ...]
+
+
+class HostileSlice(Exception):
+    """The slice of ``peer`` may not be used; ``cause`` says why."""
+
+    def __init__(self, peer: str, cause: RemoteProtocolError) -> None:
+        self.peer = peer
+        self.cause = cause
+        super().__init__(f"{peer}: {cause}")
+
+
+class Slices:
+    """What the peers sent for a part: [k, n] in the order of peer ids, encoded. Checked while it is read:
+    every method raises ``HostileSlice``."""
+
+    def __init__(self, codec: Codec, peers: Sequence[str], payloads: Sequence[Buffer]) -> None:
+        self._codec = codec
+        self._peers = peers
+        self._views = [memoryview(payload).cast("B") for payload in payloads]
+        self._blocks = len(self._views[0]) // codec.block_bytes
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def products(self, one_in: int = 1) -> list[list[float]]:
+        """[k][k]: the inner product of the values of each slice with those of each; of one in so many pieces,
+        drawn by lot."""
+        pieces = list(self._pieces(max(1, CHUNK_BLOCKS // len(self))))
+        total = torch.zeros((len(self), len(self)), dtype=torch.float64, device="cpu")
+        for at in pieces[secrets.randbelow(min(one_in, len(pieces) or 1)) :: one_in]:
+            rows = torch.stack([self._decoded(index, at) for index in range(len(self))]).double()
+            total += rows @ rows.T
+        return [[float(one) for one in row] for row in total]
+
+    def mean(self, weights: Sequence[float]) -> memoryview:
+        """The weighted mean, encoded. What rounding carries past the largest fp32 value is clamped to it."""
+        if not self._blocks:
+            return memoryview(b"")
+        divisor = math.fsum(weights)  # as sum() rounds in some versions of Python only
+        shares = [weight / divisor for weight in weights]
+        codec = self._codec
+        size = self._codec.block_bytes
+        result = large_buffer(self._blocks * size)
+        rows = torch.frombuffer(result, dtype=torch.uint8)
+        found = codec.mean(self._views, shares, self._blocks, rows)
+        if found is not None and found >= 0:
+            cause = RemoteProtocolError("not finite", f"in a {codec.name} slice")
+            raise HostileSlice(self._peers[found], cause)
+        if found is None:
+            for at in self._pieces():
+                total = self._decoded(0, at).mul_(shares[0])
+                for index in range(1, len(self)):
+                    total.add_(self._decoded(index, at).mul_(shares[index]))
+                codec.encode(total.clamp_(-LARGEST, LARGEST), rows[at.start * size : at.stop * size])
+        return result
+
+    def _decoded(self, index: int, at: slice) -> Tensor:
+        """The values of some blocks of a slice: fp32, a new tensor."""
+        codec = self._codec
+        size = self._codec.block_bytes
+        piece = self._views[index][at.start * size : at.stop * size]
+        values = torch.empty((at.stop - at.start) * codec.block_values, dtype=torch.float32, device="cpu")
+        try:
+            codec.admit(piece, values)
+        except RemoteProtocolError as error:
+            raise HostileSlice(self._peers[index], error) from None
+        return values
+
+    def _pieces(self, step: int = CHUNK_BLOCKS) -> Iterator[slice]:
+        starts = range(0, self._blocks, step)
+        return (slice(start, min(start + step, self._blocks)) for start in starts)
+
+
+class AggregationRule(ABC):
+    """How slices [k, n] and their weights [k] become a mean [n], and what each slice counted with in it.
+
+    A new rule overrides ``mean`` in a file of its own, and has a line in ``rule_specs.AGGREGATION_RULES``.
+    ``uses``: of a table that as many peers train in one use as in the other.
+    """
+
+    def __init__(self, uses: int = 1) -> None:
+        self.uses = uses
+
+    @abstractmethod
+    def mean(self, slices: Slices, weights: Sequence[float]) -> Mean:
+        """``weights``: what is asked for each slice, positive. Contributor lists and rule "eager" read what
+        counted. Raises ``HostileSlice``."""

@@ -1,0 +1,216 @@
+"""The laboratory of losses: stacked peers are separate peers, cases are what they are called, "worth" is read
+off the lone peers, and the defence's rounds are by tokens and by the product's own rule."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from laboratory import load
+
+from p2p_co2.config import CodecConfig, OuterConfig, RunConfig
+from p2p_co2.recipes.corpus import Corpus
+
+lab = load("loss")
+PLAIN = replace(lab.DEFAULT, lr=1.0, momentum=0.0, nesterov=False, clip="none", codec="fp32")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab, "HELD_OUT_WINDOWS", 16)
+    monkeypatch.setattr(lab, "ROUND", 8)
+
+
+def _corpus() -> Corpus:
+    generator = torch.Generator().manual_seed(5)
+    text = torch.randint(97, 105, (5000,), generator=generator, dtype=torch.uint8)
+    return Corpus(text[:4000], text[4000:])
+
+
+def _loss(case: object) -> float:
+    return float(lab.train(case, 2, 0, _corpus())["loss"])
+
+
+def _params(models: int) -> dict[str, torch.Tensor]:
+    params: dict[str, torch.Tensor] = lab.start_params(3, models)
+    generator = torch.Generator().manual_seed(1)
+    for tensor in params.values():  # models that differ, and a head that is not zero
+        tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.02).requires_grad_(True)
+    return params
+
+
+def test_stacked_gradients_equal_separate_ones() -> None:
+    params, windows = _params(4), torch.randint(256, (4, 1, 65))
+    stacked = lab.gradients(params, windows)
+    for peer in range(4):
+        alone = {
+            name: tensor[peer : peer + 1].detach().requires_grad_(True) for name, tensor in params.items()
+        }
+        for together, separate in zip(stacked, lab.gradients(alone, windows[peer : peer + 1]), strict=True):
+            torch.testing.assert_close(together[peer : peer + 1], separate, rtol=1e-5, atol=1e-6)
+
+
+def test_without_delay_every_peer_ends_at_the_agreed_parameters() -> None:
+    line = lab.train(replace(lab.BASE, every=8), 2, 0, _corpus())
+    assert line["loss_one_peer"] == pytest.approx(line["loss"], abs=1e-5)
+
+
+def test_keep_conserves_every_drift_in_full_precision() -> None:
+    names, every = ["out0", "out1"], 30
+    params, generator = lab.start_params(0, 4), torch.Generator().manual_seed(2)
+    fragment = lab.HeldFragment(replace(PLAIN, delay=3, every=every), names, 0, params)
+    start = fragment.state.params.clone()
+    total = torch.zeros_like(start)
+    for step in range(1, 3 * every + 1):
+        drift = 1e-4 * torch.randn(4, len(start), generator=generator)
+        lab.unflatten_(params, names, lab.flatten(params, names) + drift)
+        total += drift.mean(0)
+        fragment.boundary(step)
+    fragment.flush()
+    torch.testing.assert_close(fragment.state.params, start + total, rtol=0, atol=1e-5)
+
+
+def test_a_swarm_of_one_without_outer_momentum_is_a_lone_peer() -> None:
+    """Law 3 of the algorithms: keep, outer lr 1, beta 0 is plain local training."""
+    alone = replace(PLAIN, peers=1, every=8, delay=3)
+    assert _loss(alone) == pytest.approx(_loss(lab.LONE), abs=1e-4)
+    assert _loss(replace(alone, lr=0.3)) != pytest.approx(_loss(lab.LONE), abs=1e-3)
+
+
+def test_a_swarm_that_averages_every_step_is_data_parallel_under_sgd_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Averaging parameters after each step is averaging gradients, if the inner optimizer is linear."""
+    monkeypatch.setattr(lab, "adamw", lambda params: torch.optim.SGD(params, lr=0.1))
+    monkeypatch.setattr(lab, "rate", lambda case, step, steps: 0.1)
+    monkeypatch.setattr(lab, "NAMES", [[name for group in lab.NAMES for name in group]])
+    swarm = replace(PLAIN, peers=2, every=1, delay=0)
+    parallel = lab.Case("data-parallel 2", "data-parallel", 2)
+    assert _loss(swarm) == pytest.approx(_loss(parallel), abs=1e-4)
+    assert _loss(replace(swarm, every=8)) != pytest.approx(_loss(parallel), abs=1e-4)
+
+
+def test_muon_of_stacked_models_is_torch_muon_of_each() -> None:
+    params = lab.start_params(1, 2)
+    generator = torch.Generator().manual_seed(3)
+    for tensor in params.values():
+        tensor.requires_grad_(True)
+        tensor.grad = torch.randn(tensor.shape, generator=generator)
+    up = params["up0"]
+    expected = torch.nn.Parameter(up[1].detach().clone())
+    expected.grad = up.grad[1].clone() if up.grad is not None else None
+    optimizer = lab.StackedMuon(params)
+    reference = torch.optim.Muon([expected], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    before = params["head"].detach().clone()
+    optimizer.step()
+    reference.step()
+    torch.testing.assert_close(up[1].detach(), expected.detach())
+    assert not torch.equal(params["head"].detach(), before)
+
+
+def test_worth_is_read_off_the_lone_peers_over_the_logarithm_of_tokens() -> None:
+    curve = {30: 3.0, 60: 2.5, 120: 2.0, 240: 2.1}
+    assert lab.worth(3.0, 30, curve) == 1.0
+    assert lab.worth(2.5, 30, curve) == pytest.approx(2.0)
+    assert lab.worth(2.25, 30, curve) == pytest.approx(2**1.5)
+    assert lab.worth(2.0, 60, curve) == pytest.approx(2.0)
+    assert math.isinf(lab.worth(1.9, 30, curve))
+    assert math.isnan(lab.worth(3.5, 30, curve))  # shorter runs than any that was made
+
+
+def test_the_tables_pair_by_seed_and_finished_cases_are_not_trained_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    losses = {
+        ("lone", 30): (3.0, 3.2),
+        ("lone", 60): (2.4, 2.6),
+        ("lone", 120): (2.0, 2.0),
+        ("swarm of 2", 30): (2.75, 2.85),
+        ("data-parallel 2", 30): (2.5, 2.5),
+        ("swarm of 4", 30): (2.2, 2.2),
+        ("H 100", 30): (2.42, 2.2),
+    }
+    lines = [
+        json.dumps({"name": name, "rounds": rounds, "seed": seed, "loss": loss})
+        for (name, rounds), pair in losses.items()
+        for seed, loss in enumerate(pair)
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    monkeypatch.setattr(lab, "train", lambda *_: pytest.fail("it is there"))
+    only = ["--only", "H 100", "swarm of 2", "lone", "--seeds", "0", "1", "--rounds", "30"]
+    words = ["loss.py", "efficiency", *only, "--peers", "1", "2", "4", "--out", str(path)]
+    monkeypatch.setattr("sys.argv", words)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    lab.main()
+    shown = capsys.readouterr().err
+    assert (
+        "| 2 | 2.800 ± 0.050 | 2.500 ± 0.000 | 2.500 ± 0.100 | +12.0 % (+10.0 to +14.0) | 1.4 | 2.0 | 2 |"
+        in shown
+    )
+    assert "| H 100 | 2.310 ± 0.110 | +5.0 % (+0.0 to +10.0) | 2 |" in shown
+
+
+def test_a_table_of_rules_compares_by_seed() -> None:
+    losses = {(lab.BASE.name, 30): {0: 2.0, 1: 4.0}, ("keep d3", 30): {0: 2.1, 1: 4.4}}
+    told = "| keep d3 | 0.7, 0.5 Nesterov | int4 | 2 | 3.250 | 1.150 | +7.5 % (+5.0 to +10.0) |"
+    assert told in lab.rules_table(losses, 30)
+
+
+def test_other_settings_are_cases_of_their_own() -> None:
+    for cases in ([*lab.table_cases(), *lab.variant_cases()], lab.rule_cases()):
+        assert len({case.name for case in cases}) == len(cases)
+        assert len({replace(case, name="") for case in cases}) == len(cases)
+
+
+# ---- the defence against liars
+
+_MOVED = ("out0", "out1")
+
+
+def moved(drifts: list[float], tokens: list[float], cap: float) -> float:
+    """By how much a round moves the agreed parameters, whose peers have moved by ``drifts``."""
+    run = RunConfig(weight_cap=cap, codec=CodecConfig(name="fp32"), outer=OuterConfig(lr=1.0, momentum=0.0))
+    groups = [lab.Together(0, [0, 1], 1), lab.Together(0, [2, 3], 10)]
+    fragment = lab.Averaged(run, _MOVED, groups[0].params)
+    start = fragment.state.params.clone()
+    for group in groups:
+        with torch.no_grad():
+            for name in _MOVED:
+                for index, peer in enumerate(group.peers):
+                    group.params[name][index] += drifts[peer]
+    fragment.average(groups, tokens)
+    for group in groups:
+        assert torch.equal(lab.flatten(group.params, _MOVED), fragment.state.params.expand(2, -1))
+    change = fragment.state.params - start
+    torch.testing.assert_close(change, change.mean().expand(len(change)))
+    return float(change.mean())
+
+
+def test_a_round_of_the_laboratory_is_by_tokens_and_by_the_defence() -> None:
+    tokens, alike = [640.0, 640.0, 64.0, 64.0], [1.0, 1.0, 2.0, 2.0]
+    assert moved(alike, tokens, 0.0) == pytest.approx((2 * 640 + 2 * 2 * 64) / (2 * 640 + 2 * 64))
+    # With a cap of 4 the fast ones count as 256 tokens, and a norm of 2 is clipped to the median of 1.
+    assert moved(alike, tokens, 4.0) == pytest.approx((2 * 256 + 2 * 64) / (2 * 256 + 64))
+
+
+def test_slow_peers_make_a_tenth_of_the_steps_and_both_rules_see_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[list[float]] = []
+    average = lab.Averaged.average
+
+    def noted(self: object, groups: object, tokens: list[float]) -> None:
+        counted.append(tokens)
+        average(self, groups, tokens)
+
+    monkeypatch.setattr(lab.Averaged, "average", noted)
+    losses = [lab.train_defended(1, 10, (0, "ten times", 0.0)) for _ in range(2)]
+    assert losses[0] == losses[1] < 5.5
+    assert counted[0] == [640.0, 640.0, 64.0, 64.0]
