@@ -52,6 +52,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import LiveParameters
+from p2p_co2.tensors.outer_rules import Keep
 from p2p_co2.trainer.ledger import fragment_state, worker
 from p2p_co2.trainer.ledger.kept import Encoded
 
@@ -251,7 +252,7 @@ def _peer(codec: str, values: str, carrier: str, index: str, place: str) -> None
         (fragment_state.FragmentState, "offer"),  # encodes
         (Exchange, "start"),  # the group is known
         (Encoded, "largest"),  # the agreed mean is decoded, before its step is taken
-        (outer, "step"), (KeepRule, "merge"), (LiveParameters, "merge_"), (worker, "state_chunk_digests"),
+        (outer, "step"), (Keep, "merge"), (LiveParameters, "merge_"), (worker, "state_chunk_digests"),
     ):  # fmt: skip
         clocks.put_on(owner, name)
     tensors = [torch.nn.Parameter(torch.zeros(int(values))) for _ in range(TENSORS)]

@@ -40,9 +40,8 @@ class Child:
     def exit_status(self) -> int | None:
         """None while it runs, else its exit code (negative: the signal that ended it).
 
-        Looks without reaping: until ``LocalSwarm.kill`` the process keeps its number, so that the group
-        killed there is surely ours and never a stranger's that was given the same number since.
-        """
+        Looks without reaping: until ``LocalSwarm.kill`` the process keeps its number. So the group killed
+        there is ours, never a stranger's with the same number."""
         if self.process.returncode is not None:
             return self.process.returncode
         seen = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -69,7 +68,7 @@ class Child:
 @dataclass
 class LocalSwarm:
     """Use as ``with LocalSwarm(folder) as swarm``. ``grace_s``: seconds between SIGINT and SIGKILL at the
-    end, so few that with all else a Ctrl-C takes less than ten on a busy machine, too."""
+    end: a Ctrl-C takes less than ten on a busy machine, too."""
 
     folder: Path
     grace_s: float = 6.5
@@ -125,8 +124,8 @@ class LocalSwarm:
             os.kill(child.pid, signal.SIGINT)
 
     def kill(self, child: Child) -> None:
-        """End a child and everything below it at once: SIGKILL to the group that we made for it, and to those
-        of its descendants that have groups of their own."""
+        """End a child and everything below it at once. SIGKILL goes to its group, and to descendants that
+        have groups of their own."""
         child.asked_to_end = True
         if child.process.returncode is not None:
             return

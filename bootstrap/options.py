@@ -12,10 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from p2p_co2.codec_specs import codec_names
+from p2p_co2.config import RELAY, UPNP
 
 
 def says(words: str, *names: str, **settings: Any) -> Any:
-    """An option with its help."""
+    """An option with its help. A value that stands for "absent" is not shown as its default."""
+    settings.setdefault("show_envvar", False)
     return typer.Option(*names, help=words, **settings)
 
 
@@ -25,8 +27,6 @@ Carrier = Annotated[str, says("auto, grpc or libp2p.")]
 OwnRecipe = Annotated[str, says("The run's own recipe, here.", metavar="FILE.py:function")]
 Profile = Annotated[str, says("Their links: fibre, cable, dsl, 4g, transatlantic, satellite or home-mix.")]
 Parent = Annotated[int, says("Leave when this process ends.", hidden=True)]
-UPNP = "Ask the router to let others in (UPnP, NAT-PMP)."
-RELAY = "Pass on traffic between peers that cannot reach each other directly."
 Figure = float | None
 
 
@@ -44,9 +44,7 @@ class SeedOptions:
     also: Annotated[str, says("Become a further seed of this run.", metavar="TICKET")] = ""
     relay: Annotated[bool, says(RELAY)] = True
     upnp: Annotated[bool, says(UPNP)] = True
-    as_json: Annotated[bool, says("Print each ticket as a line of JSON; all else on stderr.", "--json")] = (
-        False
-    )
+    json: Annotated[bool, says("Print each ticket as a line of JSON; all else on stderr.", "--json")] = False
     parent: Parent = 0
 
 
@@ -84,21 +82,14 @@ class RehearsalOptions:
         ),
     ] = "dsl"
     seconds: Annotated[Figure, says("Length of the training; the run's own, or 120, if absent.")] = None
-    nat: Annotated[str, says("Routers: profile (as it says), open, cone or symmetric.")] = "profile"
     up_mbit: Annotated[Figure, says("Another upload rate, Mbit/s.")] = None
     down_mbit: Annotated[Figure, says("Another download rate, Mbit/s.")] = None
     latency_ms: Annotated[Figure, says("Another latency, one way between two peers.")] = None
     jitter_ms: Annotated[Figure, says("Another jitter.")] = None
     loss: Annotated[Figure, says("Another share of packets lost, 0.01 for 1 %.")] = None
-    congestion: Annotated[
-        str, says("TCP's congestion control, cubic or bbr; this machine's own if absent.")
-    ] = ""
     carrier: Carrier = "auto"
     folder: Annotated[Path | None, says("Where the run is written; runs/rehearsal-<time> if absent.")] = None
     recipe: OwnRecipe = ""
-    in_carrier: Annotated[
-        bool, says("Slow the carriers down on loopback, as without root.", "--in-carrier")
-    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,35 +1,24 @@
 """``p2p-co2 rehearse RUN.toml``: the run as it would go over the internet, on this machine, before anybody is
 invited.
 
-Each peer is the program that a volunteer runs, in a network namespace of its own behind the line that its
-profile describes (``internet``); the seed is on a public machine. Without root, or where the kernel has no
-namespaces, the peers run on loopback and their carriers are slowed down instead; the user is told which.
-
-Nothing survives a rehearsal; one that was killed is swept up by the next. Exit status 0 only if every peer
-ended with the same digest. The lines are real; the speed of the training, on shared cores, is not."""
+Each peer is the program that a volunteer runs. All are on loopback, and their carriers are slowed down to the
+line that a profile describes (``net.transport.slow``). Exit status 0 only if every peer ended with the same
+digest. The speed of the training, on shared cores, is not that of the volunteers."""
 
 from __future__ import annotations
 
 import math
-import threading
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from bootstrap import netns
-from bootstrap.internet import EMULATION, Internet
-from bootstrap.local_swarm import POLL_S
 from bootstrap.options import RehearsalOptions
 from bootstrap.run_file import recipe_of
 from bootstrap.stage import (
     LOOPBACK,
     Line,
     Stage,
-    Traffic,
     WatchWith,
     prepare,
     require_carrier,
@@ -37,10 +26,10 @@ from bootstrap.stage import (
     run_in_new_folder,
 )
 from p2p_co2.config import RunConfig, read_run_config
-from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.planning.profiles import PROFILES, NatKind, profile_of
+from p2p_co2.errors import ConfigError
+from p2p_co2.planning.profiles import profile_of
 
-NO_EMULATION = "carriers slowed down on loopback: no real packets, no routers to get through"
+EMULATION = "carriers slowed down on loopback: no real packets, no routers to get through"
 
 
 def run_rehearsal(options: RehearsalOptions, watch_with: WatchWith) -> int:
@@ -56,28 +45,12 @@ def run_rehearsal(options: RehearsalOptions, watch_with: WatchWith) -> int:
     def run(folder: Path) -> list[str]:
         with recipe_of(options.run_file, given=bool(options.recipe)):
             prepared, loss_start = prepare(config, folder)
-        with ExitStack() as exits:
-            kernel = netns.examine()
-            problem = "it was asked for" if options.in_carrier else kernel.problem
-            if problem:
-                internet = None
-                emulation = f"{NO_EMULATION} ({problem})"
-                # Nothing stands before a peer there.
-                built = [replace(line, profile=replace(line.profile, nat="open")) for line in lines]
-            else:
-                internet = exits.enter_context(Internet(kernel, folder, config.seed, options.congestion))
-                built = _built(internet, lines)
-                emulation = EMULATION
-            watch = watch_with(prepared, folder, emulation, built)
-            with Stage(prepared, folder, options.carrier, watch) as stage, _sampled(internet) as traffic:
-                _play(stage, internet, built)
-            if internet is not None:
-                internet.close()
-            forwarded = internet.forwarded if internet else {}
-            return stage.finish(loss_start, traffic=traffic, forwarded=forwarded)
+        watch = watch_with(prepared, folder, EMULATION, lines)
+        with Stage(prepared, folder, options.carrier, watch) as stage:
+            _play(stage, lines)
+        return stage.finish(loss_start)
 
-    stopped = "stopped; no process and no namespace is left"
-    return run_in_new_folder(options.folder, "rehearsal", stopped, run)
+    return run_in_new_folder(options.folder, "rehearsal", "stopped; no process is left", run)
 
 
 def lines_of(options: RehearsalOptions, seed: int) -> list[Line]:
@@ -85,7 +58,7 @@ def lines_of(options: RehearsalOptions, seed: int) -> list[Line]:
     if not 1 <= options.peers <= 32:
         raise ConfigError.of_option("--peers", f"1 to 32 (got {options.peers})")
     names = [name.strip() for name in options.profile.split(",")]
-    changes = _changes(options)
+    changes = _changes(options) | {"nat": "open"}  # nothing stands before a peer here
     return [
         Line(f"peer-{index + 1}", replace(profile_of(names[index % len(names)], seed, index), **changes))
         for index in range(options.peers)
@@ -106,61 +79,16 @@ def _changes(options: RehearsalOptions) -> dict[str, Any]:
             if not least <= value <= most:
                 raise ConfigError.of_option(option, f"{least:g} to {most:g} (got {value:g})")
             changes[field] = value * unit
-    if options.nat != "profile":
-        if options.nat not in get_args(NatKind):
-            problem = f"profile, {', '.join(get_args(NatKind))} (got {options.nat!r})"
-            raise ConfigError.of_option("--nat", problem)
-        changes["nat"] = options.nat
     return changes
 
 
-def _built(internet: Internet, lines: Sequence[Line]) -> list[Line]:
-    """Let the lines carry packets; returns them with their addresses."""
-    internet.add("seed", PROFILES["fibre"])
-    for line in lines:
-        internet.add(line.peer, line.profile)
-    internet.start()
-    return [replace(line, address=internet.machines[line.peer].public_address) for line in lines]
-
-
-def _play(stage: Stage, internet: Internet | None, lines: Sequence[Line]) -> None:
+def _play(stage: Stage, lines: Sequence[Line]) -> None:
     """Start everybody and look on until the peers have ended."""
-    if internet is None:
-        stage.start_seed()
-    else:
-        seed = internet.machines["seed"]
-        place = ("--host", seed.address, "--announce-host", seed.address, "--port", "31337")
-        stage.start_seed(place, seed.command)
+    stage.start_seed()
     for number, line in enumerate(lines):
-        if internet is None:
-            slow_line = ",".join(f"{figure:g}" for figure in line.figures)
-            stage.start_peer(line.peer, number, len(lines), (*LOOPBACK, "--slow-line", slow_line))
-        else:
-            stage.start_peer(line.peer, number, len(lines), (), internet.machines[line.peer].command)
+        slow_line = ",".join(f"{figure:g}" for figure in line.figures)
+        stage.start_peer(line.peer, number, len(lines), (*LOOPBACK, "--slow-line", slow_line))
     stage.look_on()
-
-
-@contextmanager
-def _sampled(internet: Internet | None) -> Iterator[Sequence[Traffic]]:
-    """While entered, the lines' counters are read on a thread of their own, so often that an exchange of a
-    second can be held against its line: the last five and a half hours of them."""
-    ended = threading.Event()
-    traffic = deque[Traffic](maxlen=200_000)
-
-    def sample() -> None:
-        while internet is not None and not ended.wait(POLL_S):
-            try:
-                traffic.append((time.time(), internet.traffic_bytes()))
-            except EnvironmentFault:
-                return  # somebody took the namespaces away: the peers' end will tell
-
-    thread = threading.Thread(target=sample, name="line counters")
-    thread.start()
-    try:
-        yield traffic
-    finally:
-        ended.set()
-        thread.join()
 
 
 def run_config(options: RehearsalOptions) -> RunConfig:

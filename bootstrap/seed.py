@@ -22,7 +22,6 @@ from bootstrap.options import SeedOptions
 from bootstrap.run_file import recipe_of
 from p2p_co2.config import OWN_LOOP, RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TicketError, TransportError
-from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.system.folders import OLD_SEED, data_home, seed_folder
 from p2p_co2.system.process import (
     FolderLock,
@@ -131,10 +130,8 @@ def _run_of(options: SeedOptions, say: Say) -> RunConfig:
     if run.recipe_digest:
         return run
     say(f"computing the digest of recipe {run.recipe} (imports torch) ...")
-    take_back()
     from p2p_co2.recipes import check_stages, recipe_digest
 
-    hand_over()
     with recipe_of(options.run_file):
         check_stages(run)
         digest = recipe_digest(run.recipe, run.recipe_options)
@@ -276,8 +273,8 @@ class Seed:
             self._invite(invitation_of(run, ticket, self._folder))
 
     async def _keep_up(self, discovery: Discovery) -> None:
-        """Publish the settings again and again, far sooner than the DHT forgets them; keep where the run is,
-        as often as peers say it; and tell how many peers there are when that changes."""
+        """Publish the settings again and again, far sooner than the DHT forgets them. Keep where the run is,
+        as often as peers say it. Tell how many peers there are when that changes."""
         from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S
 
         positions_at = time.monotonic()

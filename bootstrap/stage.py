@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,8 +23,7 @@ from bootstrap.local_swarm import POLL_S, Child, LocalSwarm
 from p2p_co2.config import RunConfig, write_toml
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.system.ctrl_c import hand_over, take_back
-from p2p_co2.system.process import full_disk_named, program, require_supported_platform
+from p2p_co2.system.process import StopSignals, full_disk_named, program, require_supported_platform
 from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
 from p2p_co2.telemetry.watch import Watch
@@ -37,19 +36,13 @@ _DIED = "ended unexpectedly with"
 _WITH_US = ("--parent", str(os.getpid()))
 """So that the swarm leaves even when this process is killed."""
 
-Wrap = Callable[[list[str]], list[str]]
-"""A command line as it is to be run: on another machine, say."""
-Traffic = tuple[float, dict[str, tuple[int, int]]]
-"""(unix time, bytes (up, down) by peer)."""
-
 
 @dataclass(frozen=True)
 class Line:
-    """One peer's emulated line. ``address``: the one that others see it under, "" on loopback."""
+    """The line that a peer's carriers are slowed down to."""
 
     peer: str
     profile: LinkProfile
-    address: str = ""
 
     @property
     def figures(self) -> tuple[float, ...]:
@@ -61,11 +54,10 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """What a watcher cannot know from events. Losses in the recipe's unit, None if not measured: on what
-    peers measure while they train, and ``loss_whole`` at the end on all that nobody trains on. ``deaths``:
-    last words of those that died by themselves; ``killed``: names of the peers that need not have finished;
-    ``notes``: what else the reader should know, a sentence each. Of a rehearsal ``traffic``: samples of the
-    lines' counters, empty on loopback; ``forwarded``: the packet forwarder's own account."""
+    """What a watcher cannot know from events. Losses in the recipe's unit, None if not measured.
+    ``loss_whole`` is of all that nobody trains on, the others of what peers measure while they train.
+    ``deaths``: last words of those that died by themselves. ``killed``: peers that need not have finished.
+    ``notes``: what else the reader should know, a sentence each."""
 
     loss_start: float | None
     loss_end: float | None
@@ -76,8 +68,6 @@ class RunEnd:
     text: str = ""
     killed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    traffic: Sequence[Traffic] = ()
-    forwarded: dict[str, float] = field(default_factory=dict)
 
 
 class SwarmWatch(Watch, Protocol):
@@ -93,32 +83,29 @@ WatchWith = Callable[[RunConfig, Path, str, Sequence[Line]], SwarmWatch]
 
 def run_in_new_folder(folder: Path | None, kind: str, stopped: str, run: Callable[[Path], list[str]]) -> int:
     """The exit status of ``run`` in ``folder`` (None: ``runs/KIND-<time>``). It gives the reasons why it was
-    no success: 0 without any, else they are told and it is 1. While it lasts SIGTERM counts as Ctrl-C; after
-    either ``stopped`` is said, and the status is 130. Folders of a run that did not begin are taken back.
+    no success: 0 without any, else they are told and it is 1. After Ctrl-C or SIGTERM ``stopped`` is said,
+    and the status is 130; a second one ends all at once. Folders of a run that did not begin are taken back.
     Raises ``ConfigError``, ``EnvironmentFault``."""
     require_supported_platform()
     if folder and (folder / "logs").exists():
         raise ConfigError.of_option("--folder", f"{folder} holds a run already; name a new folder")
     print("preparing the recipe ...", flush=True)
-    take_back()
-    import p2p_co2.recipes  # noqa: F401 (slow, and nothing is to be given back yet)
+    import p2p_co2.recipes  # noqa: F401  # slow, and nothing is to be given back yet
 
-    hand_over()
     made = folder or Path("runs") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        try:
-            (made / "logs").mkdir(parents=True)
-        except OSError as error:
-            cure = "choose another with --folder"
-            raise EnvironmentFault(f"cannot make {made}: {error.strerror}; {cure}") from None
-        with full_disk_named(made):
-            reasons = run(made)
+        with StopSignals():
+            try:
+                (made / "logs").mkdir(parents=True)
+            except OSError as error:
+                cure = "choose another with --folder"
+                raise EnvironmentFault(f"cannot make {made}: {error.strerror}; {cure}") from None
+            with full_disk_named(made):
+                reasons = run(made)
     except KeyboardInterrupt:
         print(stopped, file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
-        signal.signal(signal.SIGTERM, before)
         with suppress(OSError):  # something is in it, and so in those above
             for empty in (made / "logs", made, made.parent):
                 empty.rmdir()
@@ -208,18 +195,16 @@ class Stage:
         """Where the run's own recipe lies here, "" for the built-in one."""
         return self._config.recipe if self._config.is_own_recipe else ""
 
-    def start_seed(self, place: Sequence[str] = LOOPBACK, wrap: Wrap = list) -> None:
+    def start_seed(self) -> None:
         """Start the seed and wait for its ticket. Raises ``EnvironmentFault``."""
         arguments = ["seed", str(self._folder / "run.toml"), "--folder", str(self._folder / "seed")]
-        command = program("bootstrap", *arguments, *_WITH_US, *place)
-        seed = self.swarm.start("seed", wrap(command))
+        command = program("bootstrap", *arguments, *_WITH_US, *LOOPBACK)
+        seed = self.swarm.start("seed", command)
         self._ticket = self.swarm.wait_for_line(seed, "ticket:", _START_UP_S)
 
-    def start_peer(
-        self, name: str, number: int, among: int, place: Sequence[str] = LOOPBACK, wrap: Wrap = list
-    ) -> None:
-        """Start a peer of one thread, ``number`` (from 0) of those that wait for each other, which are
-        ``among``: in a run with stages they hold these in turn. ``place``: more of its options."""
+    def start_peer(self, name: str, number: int, among: int, place: Sequence[str] = LOOPBACK) -> None:
+        """Start a peer of one thread: ``number`` (from 0) of ``among`` that wait for each other. In a run
+        with stages they hold these in turn. ``place``: more of its options."""
         folder = self._folder / "peers" / name
         stages = self._config.pipeline.stages
         if stages > 1:
@@ -231,7 +216,7 @@ class Stage:
         if self._own_recipe:
             arguments += ["--recipe", self._own_recipe]
         arguments += [word for key, path in self._data.items() for word in (f"--{key}", path)]
-        self.adopt(self.swarm.start(name, wrap(program("peers", *arguments))), folder)
+        self.adopt(self.swarm.start(name, program("peers", *arguments)), folder)
 
     def adopt(self, child: Child, folder: Path) -> None:
         """Look on at a peer that writes its journal to ``folder``."""
@@ -309,7 +294,7 @@ class Stage:
         if left and self._config.pipeline.stages == 1:
             shutil.copytree(left[0], target)
         elif left:
-            from p2p_co2.trainer.ranks.gather import gather_folders
+            from p2p_co2.trainer.gather import gather_folders
 
             try:
                 gather_folders(left, target, self._own_recipe)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from monitoring.words import date, figure, links, percent, plain, size
+from monitoring.words import date, figure, links, missed_words, percent, plain, size
 
 
 class Unit(NamedTuple):
@@ -84,6 +84,7 @@ PEER = {
     "tokens_per_s": Column("Tokens/s", COUNT, "tokens_per_s", "tokens\nper s"),
     "position": Column("At round", TENTHS, "position", "at\nround"),
     "staleness": Column("Staleness (outer steps)", HUNDREDTHS, "staleness_mean", "stale-\nness"),
+    "missed": Column("Not counted (exchanges)", TEXT, lambda peer: missed_words(peer.missed)),
     "used": Column("Used", SHARE, "utilisation", "compute\nused"),
     "exposed": Column("Exposed", SECONDS, "exposed_s", "exposed\ns"),
     "hidden": Column("Hidden", SECONDS, "hidden_s"),

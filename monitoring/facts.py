@@ -10,6 +10,7 @@ Law: whatever a peer said, no fact is negative, infinite or unbounded.
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -129,6 +130,9 @@ class PeerFacts(WorkFacts):
     links: tuple[LinkFacts, ...] = Field(description="Measured links, by receiver.")
     skipped_sends: int = Field(description="Schedule points passed with the exchange before still in flight.")
     refused: dict[str, int] = Field(description="Messages that it refused, by reason. Own word.")
+    missed: dict[str, int] = Field(
+        description="Exchanges in which slices of it were not counted, by reason. Own word."
+    )
     nonsense: dict[str, int] = Field(description="What it told that cannot be, by cause. Observed.")
     loading: str = Field(description="The agreed state that it loads, in words; empty if it loads none.")
     loaded_share: float | None = Field(description="Of that state, there already, 0 to 1.")
@@ -238,6 +242,11 @@ class SwarmFacts(CommonFacts):
     peers: tuple[PeerFacts, ...] = Field(description="The reader's own first, then by label.")
     rounds: tuple[RoundFacts, ...] = Field(description="The newest fragment exchanges, newest first.")
     stages: tuple[StageFacts, ...] = Field(description="In their order; empty in a run of one stage.")
+
+    @property
+    def missed(self) -> Counter[str]:
+        """Exchanges in which a peer's slices were not counted, by reason, over all peers."""
+        return sum((Counter(peer.missed) for peer in self.peers), Counter[str]())
 
     @property
     def own(self) -> PeerFacts | None:

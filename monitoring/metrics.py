@@ -31,6 +31,7 @@ _PEER_COUNTERS = {
     "peer_sent_bytes": "up_bytes", "peer_received_bytes": "down_bytes", "peer_exposed_seconds": "exposed_s",
     "peer_hidden_seconds": "hidden_s", "peer_skipped_sends": "skipped_sends",
     "peer_refused_messages": "refused", "peer_nonsense": "nonsense",
+    "peer_missed_exchanges": "missed",
 }  # fmt: skip
 """By name, the field of ``PeerFacts`` (of a table the sum), whose description says what it is."""
 _PEER_GAUGES = {

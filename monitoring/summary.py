@@ -250,6 +250,7 @@ def _peer(facts: PeerFacts, peer: PeerRecord, labels: Mapping[str, str]) -> dict
     totals = peer.totals
     tally = peer.tally
     tables = {"skipped_sends": tally.skipped_sends, "caught_up": tally.caught_up, "refused": tally.refused}
+    tables["missed"] = tally.missed
     whole = ("peer", "device", "software", "inner_steps", "tokens", "up_bytes", "down_bytes")
     return {
         **({"stage": peer.stage} if facts.stage is not None else {}),

@@ -167,6 +167,7 @@ def _peer_facts(known: Known, peer: PeerRecord, state: str, reason: str) -> Peer
             if (link := one.measured) is not None
         ),
         skipped_sends=peer.tally.skipped_sends.total(), refused=dict(peer.tally.refused),
+        missed=dict(peer.tally.missed),
         nonsense=dict(sighting.refused), waiting=said.waiting if said and online else _zero(stage),
         in_flight=said.in_flight if said and online else _zero(stage),
         counted=said.counted if said else _zero(stage), dropped=said.dropped if said else _zero(stage),

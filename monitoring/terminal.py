@@ -25,13 +25,25 @@ from monitoring.facts import NOT_HEARD, ONLINE, PeerFacts, RoundFacts, SwarmFact
 from monitoring.known import Known
 from monitoring.model import follow
 from monitoring.swarm import swarm_facts
-from monitoring.words import UNKNOWN, ago, clock, figure, links, news, percent, plain, size
+from monitoring.words import (
+    UNKNOWN,
+    ago,
+    clock,
+    figure,
+    links,
+    missed_advice,
+    missed_words,
+    news,
+    percent,
+    plain,
+    size,
+)
 from p2p_co2.telemetry.feed import Feed
 
 FRAME_S = 0.5
 PLAIN_EVERY_S = 10.0
 NEWS_LINES = 6
-_LINES_BESIDE_PEERS = 20
+_LINES_BESIDE_PEERS = 21
 _STATUS_LINES = 60
 """As high as what is printed once may be."""
 _BAR_CELLS = 60
@@ -334,7 +346,10 @@ def _staleness(facts: SwarmFacts, width: int) -> list[Text]:
             letters.append(*_OUTCOME_STYLES[one.outcome])
         rows.append(letters)
     reasons = ", ".join(f"{plain(why, 40)} ({times})" for why, times in list(facts.abort_reasons.items())[:3])
-    return [*rows, *([Text(f"aborted: {reasons}")] if reasons else [])]
+    missed = missed_words(facts.missed)
+    lines = [f"aborted: {reasons}"] if reasons else []
+    lines += [f"slices not counted: {missed}; {missed_advice(facts.missed)}"] if missed else []
+    return [*rows, *map(Text, lines)]
 
 
 def _histogram(counts: Mapping[str, int]) -> str:

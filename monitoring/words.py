@@ -17,6 +17,30 @@ from p2p_co2.telemetry.view import SwarmView
 UNKNOWN = "-"
 LEFT_PREFIX = "left: "
 """How membership begins the reason of a peer that said goodbye."""
+MISSED = {
+    "not_asked": (
+        "its line is too slow to bring all of it in time, so it was asked for a part",
+        "nothing is lost: what was not asked for goes into later exchanges; a faster line brings more",
+    ),
+    "late": (
+        "its slice was not whole at the deadline",
+        "look at its upload with p2p-co2 doctor; other traffic on its line delays it",
+    ),
+    "no_room": (
+        "the peer that averaged held as many slices as it may",
+        "if that goes on, ask the organiser for smaller groups (group_size)",
+    ),
+    "not_awaited": (
+        "it was late twice in a row, or its link was down, and the others began without it",
+        "it is waited for again once a slice is in time: see whether its machine or its line is overloaded",
+    ),
+    "hostile": (
+        "its slice held numbers that cannot be averaged",
+        "look for losses that are no numbers there, and install the organiser's version",
+    ),
+}
+"""Why a peer's slice is not in a mean, by the reason of ``events.SliceMissed``: what happened, and what to
+do."""
 _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
 """A peer id in running text: its end tells peers apart and leaves room for the rest."""
 
@@ -84,6 +108,18 @@ def date(at: float | None) -> str:
 def links(carriers: Mapping[str, int]) -> str:
     """Open links, by carrier."""
     return plain(", ".join(f"{count} {carrier}" for carrier, count in carriers.items()), 40) or UNKNOWN
+
+
+def missed_words(missed: Mapping[str, int]) -> str:
+    """How often slices of a peer were not counted, by reason, most often first; "" if that never was."""
+    order = sorted(missed.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{times} {plain(reason.replace('_', ' '), 24)}" for reason, times in order[:6])
+
+
+def missed_advice(missed: Mapping[str, int]) -> str:
+    """What is behind the most frequent of the known reasons, and what to do; "" if there is none."""
+    known = {reason: times for reason, times in missed.items() if reason in MISSED}
+    return "; ".join(MISSED[max(known, key=lambda reason: (known[reason], reason))]) if known else ""
 
 
 def loading_words(now: ev.StateLoading | None) -> str:
@@ -185,6 +221,10 @@ def _of_round(event: ev.Event, me: str, stage: int | None) -> tuple[str, str]:
         case ev.RoundAborted():
             words = f"{exchange(event.fragment, event.round, stage)} aborted: {event.reason}"
             return f"abort {at}{event.fragment} {event.round} {event.reason}", words
+        case ev.SliceMissed():
+            why = MISSED.get(event.reason, (event.reason,))[0]
+            of = exchange(event.fragment, event.round, stage)
+            return "", f"{me} is not in {event.parts} part{'s'[: event.parts != 1]} of {of}: {why}"
         case ev.SendSkipped():
             return "", f"{me} skipped a send of {of_fragment(event.fragment, stage)}: {event.reason}"
     return "", ""

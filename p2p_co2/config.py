@@ -1,8 +1,8 @@
 """What all peers of a run must agree on (``RunConfig``), and what is one peer's own (``PeerConfig``).
 
-Both are frozen and validated where they are read; an unknown key is an error. Equal ``RunConfig`` values
-have equal ``canonical_bytes`` and so equal ``digest``, which covers every field: two peers that differ in
-any agreed setting refuse each other before anything is downloaded."""
+Both are frozen and validated where they are read; an unknown key is an error. The ``digest`` of a
+``RunConfig`` covers every field: two peers that differ in an agreed setting refuse each other before anything
+is downloaded."""
 
 from __future__ import annotations
 
@@ -11,11 +11,20 @@ import json
 import re
 import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from p2p_co2.codec_specs import SPECS, codec_names
 from p2p_co2.errors import ConfigError, in_our_words
@@ -32,6 +41,8 @@ CHECKPOINT_BYTES_PER_DAY = 100e9
 """What checkpoints may write in a day, of itself; a consumer's SSD is made for several times that."""
 CHECKPOINT_LEAST_S = 60.0
 """Between two checkpoints, however small they are."""
+UPNP = "Ask the router to let others in (UPnP, NAT-PMP)."
+RELAY = "Pass on traffic between peers that cannot reach each other directly."
 
 
 class _Frozen(BaseModel):
@@ -177,9 +188,8 @@ class RunConfig(_Frozen):
     from guessing the digest, and a ticket with it; where it is empty the first seed makes one.
 
     ``weight_cap`` is the defence against a peer that lies about its work. Tokens count at most as so many
-    times the median member's, and of four or more for a third of all at most, honest ones' too. What is far
-    larger than the others' for its work, or far from them, counts for less (``aggregation``). 0 is no
-    defence."""
+    times the median member's; among four or more, for a third of all at most. What is far larger than the
+    others' for its work, or far from them, counts for less (``aggregation``). 0 is no defence."""
 
     name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
     recipe: str = Field(default="byte-gpt", min_length=1, max_length=512)
@@ -275,18 +285,67 @@ class RunConfig(_Frozen):
             raise ConfigError(wrong.where, wrong.key, f"{problem}; {cure}") from None
 
 
+def read_rate(given: object) -> object:
+    """Bytes per second of "2500000", "500k", "2.5M" or "20Mbit"; what is no text stays as it is."""
+    if not isinstance(given, str):
+        return given
+    found = re.fullmatch(r"(-?[0-9.]+) ?([kMG]?)(bit)?", given)
+    try:
+        value = float(found[1]) if found else None
+    except ValueError:
+        value = None
+    if found is None or value is None:
+        raise ValueError("is no rate; write bytes per second (500k, 2M) or bits (20Mbit)")
+    return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
+
+
+Rate = Annotated[float, BeforeValidator(read_rate)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """How a setting of a peer is given outside a peer file: ``--name`` of ``p2p-co2 join`` and ``doctor``,
+    the variable ``P2P_CO2_NAME``, ``name=...`` of ``co2.join``.
+
+    ``help``: what it is, for all of these and the reference. ``name``: if not that of its field. ``unit``:
+    what help shows in place of a value. ``panel``: its heading in help. ``on_command_line`` and
+    ``in_program``: whether it is an option of the commands, and of ``co2.join``. ``hidden``: left out of
+    help."""
+
+    help: str
+    name: str = ""
+    unit: str = ""
+    panel: str = ""
+    on_command_line: bool = True
+    in_program: bool = True
+    hidden: bool = False
+
+
+GUEST = "A guest on your machine"
+NETWORK = "Network"
+BOARD = "Board"
+STAGES = "Runs with stages"
+
+
 class LimitsConfig(_Frozen):
-    """Caps on what this peer gives.
+    """Caps on what this peer gives. A program may give a rate as text, too: "20Mbit"."""
 
-    ``upload_bytes_per_s``, ``download_bytes_per_s``: of messages, all links together; 0 means no cap, and the
-    measured upload rate sizes its parts. ``threads``: CPU threads of training, 0 for the number of cores.
-    ``hours``: when it trains, local time, as "22:00-07:00, 12:30-13:30"; "" for always.
-    """
-
-    upload_bytes_per_s: float = Field(default=0.0, ge=0)
-    download_bytes_per_s: float = Field(default=0.0, ge=0)
-    threads: int = Field(default=0, ge=0, le=1024)
-    hours: str = Field(default="", max_length=256)
+    upload_bytes_per_s: Annotated[
+        Rate,
+        Option(
+            name="upload", unit="RATE", panel=GUEST,
+            help="Most to send: bytes per second, or 500k, 2M, 20Mbit; 0 for no cap.",
+        ),
+    ] = Field(default=0.0, ge=0)  # fmt: skip
+    download_bytes_per_s: Annotated[
+        Rate, Option(name="download", unit="RATE", panel=GUEST, help="Most to receive, likewise.")
+    ] = Field(default=0.0, ge=0)
+    threads: Annotated[
+        int, Option(panel=GUEST, help="CPU threads for training; 0 for the number of cores.")
+    ] = Field(default=0, ge=0, le=1024)
+    hours: Annotated[
+        str, Option(panel=GUEST, help="Train only then, local time: 22:00-07:00, or several with commas.")
+    ] = Field(default="", max_length=256)
 
     @field_validator("upload_bytes_per_s", "download_bytes_per_s")
     @classmethod
@@ -308,38 +367,72 @@ class LimitsConfig(_Frozen):
 
 
 class PeerConfig(_Frozen):
-    """One peer's own business. ``folder`` holds identity, checkpoints and events ("~" is the home folder).
-    ``grpc_port`` 0 picks a free port. ``host`` is the address to listen on ("": all of this machine's, unless
-    the ticket's seeds are on it). ``announce_host`` is the one that others dial ("" means ``host``).
-    ``checkpoint_every_s`` seconds between checkpoints, 0 for as often as a budget of 100 GB of writes a day
-    allows, a minute at the least. ``device``: torch's name of it; "auto" for a GPU if torch can compute on
-    one, else the processor. ``batch`` sequences per inner step, 0 for the recipe's. ``upnp``: ask
-    the router to let others in (UPnP, NAT-PMP). ``relay``: where others can dial this peer, pass on traffic
-    between those that cannot reach each other; without it still 128 KiB at a time. ``board``: serve this
-    peer's board on ``board_port`` of the loopback (0: any free one)."""
+    """One peer's own settings. Each field says what it is; those with an ``Option`` are options of
+    ``p2p-co2 join`` and ``co2.join``, too."""
 
-    folder: Path = Path("runs/peer")
-    name: str = Field(default="", max_length=64)
-    device: str = "auto"
-    batch: int = Field(default=0, ge=0)
-    stage: int = Field(default=-1, ge=-1, lt=MAX_STAGES)
-    """Of a run with stages: which one to hold; -1 for the one that is needed most."""
-    cache_bytes: int = Field(default=1 << 30, ge=1 << 20)
-    """Microbatches on their way through this peer's stage may take so much memory: payloads half of it, and
-    graphs half. Where those of all do not fit, the rest are computed again for their backward."""
-    host: str = ""
-    announce_host: str = ""
-    grpc_port: int = Field(default=0, ge=0, le=65535)
-    libp2p_port: int = Field(default=0, ge=0, le=65535)
-    carrier: CarrierName = "auto"
-    upnp: bool = True
-    relay: bool = True
-    checkpoint_every_s: float = Field(default=0.0, ge=0)
-    min_peers: int = Field(default=1, ge=1)
-    board: bool = True
-    board_port: int = Field(default=0, ge=0, le=65535)
-    slow_line: str = Field(default="", max_length=128)
-    """Of a rehearsal: "up,down,latency,jitter,loss" to slow the carriers down to (bits/s, seconds)."""
+    folder: Annotated[
+        Path,
+        Option(help="Keeps identity, checkpoints and events; one for each run, if absent. ~ is your home."),
+    ] = Path("runs/peer")
+    name: Annotated[str, Option(help="What others see beside the peer's id.")] = Field(
+        default="", max_length=64
+    )
+    device: Annotated[
+        str, Option(in_program=False, help="auto (a GPU if torch can use one), cpu, cuda or cuda:1.")
+    ] = "auto"
+    batch: Annotated[int, Option(in_program=False, help="Sequences per inner step; 0 for the recipe's.")] = (
+        Field(default=0, ge=0)
+    )
+    min_peers: Annotated[int, Option(help="Wait (bounded) for this many before training.")] = Field(
+        default=1, ge=1
+    )
+    checkpoint_every_s: Annotated[
+        float,
+        Option(
+            name="checkpoint_every", unit="SECONDS",
+            help="Seconds between checkpoints; 0 for what 100 GB of writes a day allow.",
+        ),
+    ] = Field(default=0.0, ge=0)  # fmt: skip
+    carrier: Annotated[CarrierName, Option(panel=NETWORK, help="auto, grpc or libp2p.")] = "auto"
+    host: Annotated[
+        str,
+        Option(
+            panel=NETWORK, help="Address to listen on; all of this machine's, if the seeds are elsewhere."
+        ),
+    ] = ""
+    announce_host: Annotated[
+        str, Option(panel=NETWORK, help="Address that others dial, if it is not the host's.")
+    ] = ""
+    grpc_port: Annotated[int, Option(panel=NETWORK, help="For what peers send each other; 0 for any.")] = (
+        Field(default=0, ge=0, le=65535)
+    )
+    libp2p_port: Annotated[int, Option(panel=NETWORK, help="For finding peers, and relays; 0 for any.")] = (
+        Field(default=0, ge=0, le=65535)
+    )
+    upnp: Annotated[bool, Option(panel=NETWORK, help=UPNP)] = True
+    relay: Annotated[bool, Option(panel=NETWORK, help=RELAY)] = True
+    board: Annotated[bool, Option(panel=BOARD, help="Serve a page on loopback; idle until looked at.")] = True
+    board_port: Annotated[int, Option(panel=BOARD, help="Of that page; 0 for any.")] = Field(
+        default=0, ge=0, le=65535
+    )
+    stage: Annotated[
+        int, Option(in_program=False, panel=STAGES, help="Which to hold, from 0; -1 for the neediest.")
+    ] = Field(default=-1, ge=-1, lt=MAX_STAGES)
+    cache_bytes: Annotated[
+        int,
+        Option(
+            on_command_line=False, in_program=False,
+            help="Memory for microbatches on their way through a stage: half for payloads, half for graphs. "
+            "What does not fit is computed again for its backward.",
+        ),
+    ] = Field(default=1 << 30, ge=1 << 20)  # fmt: skip
+    slow_line: Annotated[
+        str,
+        Option(
+            hidden=True, in_program=False,
+            help='The line to play in a rehearsal: "up,down,latency,jitter,loss" (bits/s, seconds, share).',
+        ),
+    ] = Field(default="", max_length=128)  # fmt: skip
     limits: LimitsConfig = LimitsConfig()
 
     @field_validator("folder")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from enum import Enum, StrEnum, auto
 
 
 class P2PCo2Error(Exception):
@@ -69,8 +70,67 @@ class EnvironmentFault(P2PCo2Error):
     """This machine refuses: the message names the cause and the fix."""
 
 
+class Blame(Enum):
+    """How much an offence says against its sender."""
+
+    GRAVE = auto()
+    """There is no innocent explanation, such as a race or a restart."""
+    OTHERS = auto()
+    """An honest peer may meet it with each piece of a payload: we were started anew, a stranger took the room
+    for what comes early, or the coordinator told us another BEGIN than the sender."""
+    USUAL = auto()
+
+
+class Offence(StrEnum):
+    """The reasons of ``RemoteProtocolError`` that cost their sender more than usual, or less (``blame``)."""
+
+    blame: Blame
+
+    def __new__(cls, words: str, blame: Blame) -> Offence:
+        offence = str.__new__(cls, words)
+        offence._value_ = words
+        offence.blame = blame
+        return offence
+
+    UNREADABLE = "unreadable", Blame.GRAVE
+    UNKNOWN_MESSAGE = "unknown message", Blame.GRAVE
+    TOO_LARGE = "too large", Blame.GRAVE
+    WRONG_MESSAGE_SIZE = "wrong message size", Blame.GRAVE
+    BAD_STATUS = "bad status", Blame.GRAVE
+    UNKNOWN_FRAGMENT = "unknown fragment", Blame.GRAVE
+    WRONG_SIGNATURE = "wrong signature", Blame.GRAVE
+    WRONG_DIGEST_LENGTH = "wrong digest length", Blame.GRAVE
+    WRONG_ATTEMPT_LENGTH = "wrong attempt length", Blame.GRAVE
+    WRONG_ATTEMPT = "wrong attempt", Blame.GRAVE
+    BAD_PEER_ID = "bad peer id", Blame.GRAVE
+    IMPOSSIBLE_WEIGHT = "impossible weight", Blame.GRAVE
+    IMPOSSIBLE_RATE = "impossible rate", Blame.GRAVE
+    IMPOSSIBLE_DURATION = "impossible duration", Blame.GRAVE
+    PADDED = "padded", Blame.GRAVE
+
+    UNKNOWN_ROUND = "unknown round", Blame.OTHERS
+    REPLAYED_ROUND = "replayed round", Blame.OTHERS
+    UNKNOWN_PEER = "unknown peer", Blame.OTHERS
+    TOO_MUCH_HELD = "too much held", Blame.OTHERS
+    WRONG_SIZE = "wrong size", Blame.OTHERS
+    WRONG_PIECE = "wrong piece", Blame.OTHERS
+    WRONG_OWNER = "wrong owner", Blame.OTHERS
+    WRONG_PARTS = "wrong parts", Blame.OTHERS
+    WRONG_GENERATION = "wrong generation", Blame.OTHERS
+    NOT_A_MEMBER = "not a member", Blame.OTHERS
+
+
+_BLAMES: dict[str, Blame] = {offence: offence.blame for offence in Offence}
+
+
+def blame_of(reason: str) -> Blame:
+    """Of any reason of a ``RemoteProtocolError``."""
+    return _BLAMES.get(reason, Blame.USUAL)
+
+
 class RemoteProtocolError(P2PCo2Error):
-    """A peer sent what the protocol forbids. ``reason`` is a short constant, counted per sender."""
+    """A peer sent what the protocol forbids. ``reason`` is a short constant, counted per sender: an
+    ``Offence``, or a text where it costs the usual."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason = reason

@@ -120,10 +120,9 @@ def read_ticket(text: str = "") -> str:
     """The ticket that ``text`` is or leads to: a ticket, ``@FILE``, ``-`` for standard input, or nothing for
     ``$P2P_CO2_TICKET`` (which may be any of these).
 
-    A file or the input may hold more than the ticket, as what a seed prints does: the first word that looks
+    A file or the input may hold more than the ticket, as what a seed prints does. The first word that looks
     like one is taken. What is a word already is returned as it is; ``Ticket.parse`` judges it. Raises
-    ``TicketError``.
-    """
+    ``TicketError``."""
     word = (text or os.environ.get(TICKET_VARIABLE, "")).strip()
     if not word:
         raise TicketError(

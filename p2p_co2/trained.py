@@ -3,8 +3,8 @@
 It puts the agreed parameters, not a peer's live ones, into the recipe's model. The fragment plan's digest
 must be the checkpoint's, so parameters never land in the wrong place. Of a run with stages it is the whole
 model's: all stages in one process, under the names that ``Stages.join`` gives them. A run that programs of
-one's own train has no recipe: any recipe file whose model has the same names and shapes measures and samples
-it, and ``write_model`` needs none."""
+one's own train has no recipe. Any recipe file whose model has the same names and shapes measures and samples
+it; ``write_model`` needs none."""
 
 from __future__ import annotations
 

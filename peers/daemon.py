@@ -141,9 +141,8 @@ def _on_a_device(config: PeerConfig, say: Callable[[str], None]) -> PeerConfig:
 
 
 class _Running(StopSignals):
-    """What a first Ctrl-C meets: before there is a peer it breaks off, later it asks the peer to stop, and is
-    ``answered``: by a thread, since the one that the signal interrupts may be in the middle of saying
-    something."""
+    """What a first Ctrl-C meets: before there is a peer it breaks off, later it asks the peer to stop. A
+    thread answers it, since the interrupted one may be in the middle of saying something."""
 
     def __init__(self, answer: Callable[[], None]) -> None:
         super().__init__(self._stop)
@@ -165,22 +164,18 @@ class _Running(StopSignals):
         if self._asked.get():
             answer()
 
-    def _stop(self) -> None:
+    def _stop(self) -> bool:
         if self._peer is None:
-            raise KeyboardInterrupt
+            return True
         self._asked.put(True)
         self._peer.stop()
+        return False
 
     def take(self, peer: Peer | StagePeer) -> None:
         """From now on a Ctrl-C means this peer; one that was swallowed on the way to it too."""
         self._peer = peer
         if self.asked:
             peer.stop()
-
-    def go_on(self) -> None:
-        """Raise the ``KeyboardInterrupt`` that a slow import swallowed, if one did."""
-        if self.asked:
-            raise KeyboardInterrupt
 
     def toggle_pause(self, number: int, frame: FrameType | None) -> None:
         """SIGUSR1. Before there is a peer there is nothing to pause; the signal must not end the process."""
@@ -234,7 +229,6 @@ def what_is_opened(config: PeerConfig) -> str:
 
 def _train(connection: Connection, recipe: Recipe, options: JoinOptions, running: _Running) -> None:
     if connection.run.pipeline.stages > 1:
-        running.go_on()
         stage_peer = connection.start_stage(recipe, options.resume or None, options.start_over)
         running.take(stage_peer)
         stage_peer.train()
@@ -245,7 +239,6 @@ def _train(connection: Connection, recipe: Recipe, options: JoinOptions, running
 
     model = recipe.model.to(options.config.device)
     optimizer = recipe.optimizer(model.parameters())  # a first one imports much of torch
-    running.go_on()
     peer = connection.start(
         model, optimizer, recipe.learning_rate, resume=options.resume or None, start_over=options.start_over
     )

@@ -25,7 +25,7 @@ from p2p_co2.protocol.catchup.goals import (
     FetchFailed,
     Goal,
     Loading,
-    Shape,
+    TransferSizes,
 )
 from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.wire.identity import Identity, PeerId
@@ -35,7 +35,7 @@ from p2p_co2.wire.messages_pb2 import Chunk
 RUN = bytes(range(32))
 CHUNKS = 40
 SMALL, LARGE = 3 * MAX_DATA_BYTES + 17, CHUNKS * MAX_DATA_BYTES - 5
-SHAPE = Shape(mean_bytes=(MAX_DATA_BYTES + 5, 10, 10), state_bytes=(SMALL, LARGE, LARGE))
+SHAPE = TransferSizes(mean_bytes=(MAX_DATA_BYTES + 5, 10, 10), state_bytes=(SMALL, LARGE, LARGE))
 IDENTITIES = [Identity.generate() for _ in range(6)]
 LATE, *DONORS = (identity.peer_id for identity in IDENTITIES)
 D1, D2, D3, D4, D5 = DONORS
@@ -68,7 +68,7 @@ class World:
     """A late peer and donors. ``rates``: bytes per second that each donor sends; ``latency_s``: one way."""
 
     def __init__(
-        self, donors: int = 2, rate: float = 50e6, shape: Shape = SHAPE, latency_s: float = 0.02
+        self, donors: int = 2, rate: float = 50e6, shape: TransferSizes = SHAPE, latency_s: float = 0.02
     ) -> None:
         self.shape, self.latency_s = shape, latency_s
         self.machines = {i.peer_id: CatchUp(i, RUN, shape) for i in IDENTITIES[: donors + 1]}

@@ -26,8 +26,9 @@ def certify(outcome: Outcome, *signers: Identity) -> Decision:
 def signed_mean(mean: Mean, blocks: tuple[int, int], owner: Identity, run: bytes) -> SignedMean:
     """What ``owner`` signs of a mean that goes in one piece, or whose bytes are all in it."""
     outcome = PartOutcome(
-        start_block=blocks[0], stop_block=blocks[1], digest=digest(mean.data), contributors=mean.contributors
-    )
+        start_block=blocks[0], stop_block=blocks[1], digest=digest(mean.data),
+        contributors=mean.contributors, missed=mean.missed,
+    )  # fmt: skip
     said = digest(outcome.SerializeToString(deterministic=True))
     content = run + mean.key.attempt + pack("<II", mean.part, mean.generation) + said
     signature = owner.sign(MEAN_CONTEXT, content)

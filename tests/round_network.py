@@ -141,6 +141,8 @@ class Network:
         self.reduce_s = 0.01
         self.offered: set[PeerId] = set()
         self.planned: set[PeerId] = set()
+        self.offer_ids: dict[PeerId, bytes] = {}
+        """Of each one's newest offer."""
         self.busy: set[PeerId] = set()
         self.offering = True
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -268,13 +270,14 @@ class Network:
     def weight(self, name: PeerId) -> float:
         return float(1 + self.names.index(name))
 
-    def offer(self, name: PeerId, round_: int = 1, fragment: int = 0, digest: bytes | None = None) -> None:
-        digest = digest or self.peers[name].states[fragment][1]
+    def offer(self, name: PeerId, round_: int = 1, fragment: int = 0, *, is_last: bool = False) -> None:
+        digest = self.peers[name].states[fragment][1]
         self.offered.add(name)
         payload, weight = self.payload(name, fragment, round_), self.weight(name)
         self._count += 1
         named = self._count.to_bytes(8, "big")
-        offer = Offer(fragment, round_, round_ - 1, digest, payload, weight, offer_id=named)
+        self.offer_ids[name] = named
+        offer = Offer(fragment, round_, round_ - 1, digest, payload, weight, is_last, named)
         self.peers[name].machine.offer(offer, self.now)
         self.pump(name)
 

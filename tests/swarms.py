@@ -119,10 +119,3 @@ def swarm(folder: Path, run: RunConfig) -> Iterator[Swarm]:
         yield running
     finally:
         running.close()
-
-
-def owned(pid: int) -> list[str]:
-    """Network namespaces that process ``pid`` made and has left so far."""
-    mounted = Path("/run/netns")
-    names = [path.name for path in mounted.iterdir()] if mounted.is_dir() else []
-    return sorted(name for name in names if name.startswith(f"p2pco2-{pid}-"))

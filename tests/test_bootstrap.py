@@ -1,33 +1,33 @@
-"""bootstrap: processes started together end together; seeds; the emulated internet without a kernel."""
+"""bootstrap: processes started together end together; seeds; lines."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import socket
-import struct
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from bootstrap.forwarder import HEADER_BYTES, QUEUE_S, Wan
 from bootstrap.local_swarm import LocalSwarm
 from bootstrap.options import RehearsalOptions, SeedOptions
 from bootstrap.rehearsal import Line, lines_of
 from bootstrap.seed import Seed, invitation_of, salted, say_invitation
-from bootstrap.stage import run_in_new_folder
+from bootstrap.stage import RunEnd, Stage, run_in_new_folder
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
-from p2p_co2.planning.profiles import PROFILES, LinkProfile
+from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.system.process import processes_below
+from p2p_co2.telemetry.events import Event
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, peer_id_of
 from tests.transport_peers import until
@@ -235,102 +235,45 @@ def test_who_is_stopped_cleans_up_and_says_so(
     assert not (tmp_path / "run").exists()
 
 
-# ---- the emulated internet
+class Unseen:
+    """A watch of nothing."""
 
-A, B = socket.inet_aton("192.0.0.67"), socket.inet_aton("192.0.0.69")
-FAST = 1e12
+    def see(self, events: Sequence[Event]) -> None:
+        pass
 
+    def finish(self, end: RunEnd) -> list[str]:
+        return []
 
-def link(
-    latency_s: float, jitter_s: float = 0.0, loss: float = 0.0, up: float = FAST, down: float = FAST
-) -> LinkProfile:
-    return LinkProfile("test", int(up), int(down), 1e3 * latency_s, 1e3 * jitter_s, loss, "open")
-
-
-PLAIN = link(0.04)
+    def close(self) -> None:
+        pass
 
 
-def packet(mark: int = 0, size: int = 1400, source: bytes = A, target: bytes = B) -> bytes:
-    ip = bytes((0x45,)) + bytes(11) + source + target
-    return bytes(HEADER_BYTES) + ip + struct.pack("!I", mark) + bytes(size - 24)
+def test_a_swarm_whose_peer_cannot_start_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    with Stage(RunConfig(), tmp_path, "auto", Unseen()) as stage:
+        stage.adopt(stage.swarm.start("peer-1", [*PYTHON, POLITE]), tmp_path / "peer-1")
+        stage.adopt(stage.swarm.start("peer-2", [*PYTHON, "exit('error: no folder')"]), tmp_path / "peer-2")
+        with pytest.raises(
+            EnvironmentFault, match=r"peer-2 ended before the training began, with status 1(.|\n)*no folder"
+        ):
+            stage.look_on()
 
 
-def mark(data: bytes) -> int:
-    return int(struct.unpack_from("!I", data, HEADER_BYTES + 20)[0])
-
-
-def test_half_of_the_way_at_each_end() -> None:
-    wan = Wan({A: PLAIN, B: link(0.02)}, seed=0)
-    wan.receive(packet(), 1.0)
-    assert wan.next_at() == pytest.approx(1.03)
-    assert wan.due(1.0299) == []
-    assert wan.due(1.0301) == [packet()]
-    assert wan.next_at() is None
-
-
-def test_jitter_never_reorders() -> None:
-    line = link(0.04, jitter_s=0.02)
-    wan = Wan({A: line, B: line}, seed=1)
-    arrivals = []
-    for step in range(3000):
-        wan.receive(packet(step), step / 1000)
-        arrivals += [(step / 1000, mark(data)) for data in wan.due(step / 1000)]
-    numbers = [number for _, number in arrivals]
-    assert numbers == sorted(numbers)
-    delays = [at - number / 1000 for at, number in arrivals]
-    assert min(delays) < 0.03
-    assert max(delays) > 0.05
-
-
-def test_losses_are_as_many_as_asked_for_and_come_again_with_the_seed() -> None:
-    line = link(0.0, loss=0.05)
-
-    def survivors(seed: int) -> list[int]:
-        wan = Wan({A: line, B: line}, seed)
-        for step in range(20_000):
-            wan.receive(packet(step), 0.0)
-        return [mark(data) for data in wan.due(1.0)]
-
-    assert 18_800 < len(survivors(3)) < 19_200
-    assert survivors(3) == survivors(3) != survivors(4)
-
-
-def test_a_queue_keeps_the_rate_and_drops_what_is_too_much() -> None:
-    size_bits = 8 * len(packet())
-    line = link(0.0, up=100 * size_bits, down=1000 * size_bits)
-    wan = Wan({A: line, B: line}, seed=0)
-    for step in range(100):
-        wan.receive(packet(step), 0.0)
-    came = wan.due(10.0)
-    assert abs(len(came) - (QUEUE_S * 100 + 1)) <= 1
-    assert wan.count.queue_full == 100 - len(came)
-    wan.receive(packet(7), 20.0)
-    assert wan.next_at() == pytest.approx(20.01)
-    assert wan.due(20.0105) == []
-    assert wan.due(20.0111) == [packet(7)]
-
-
-def test_of_large_packets_no_larger_share_is_lost() -> None:
-    line = link(0.0, loss=0.05)
-    wan = Wan({A: line, B: line}, seed=1)
-    for _ in range(10_000):
-        wan.receive(packet(size=14_000), 0.0)
-    assert wan.count.lost == pytest.approx(500, rel=0.1)
+# ---- lines
 
 
 def test_lines_are_profiles_with_changes() -> None:
     def lines(**options: Any) -> list[Line]:
         return lines_of(RehearsalOptions(**options), 0)
 
-    first, second = lines(peers=2, profile="dsl, fibre", up_mbit=5, loss=0.01, nat="open")
+    first, second = lines(peers=2, profile="dsl, fibre", up_mbit=5, loss=0.01)
     assert (first.peer, first.profile.up_bits_per_s, first.profile.loss) == ("peer-1", 5_000_000, 0.01)
     assert (first.profile.nat, second.profile.name) == ("open", "fibre")
-    assert lines()[0].profile == PROFILES["dsl"]
+    assert lines()[0].profile == replace(PROFILES["dsl"], nat="open")
     for option, wrong in (
         ("--up-mbit", {"up_mbit": 0}),
         ("--loss", {"loss": 0.9}),
         ("--latency-ms", {"latency_ms": -1}),
-        ("--nat", {"nat": "wall"}),
         ("--peers", {"peers": 0}),
         ("--profile", {"profile": "modem"}),
     ):

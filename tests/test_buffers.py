@@ -7,14 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.catchup.buffers import MAX_ASKING, Buffers
-from p2p_co2.protocol.catchup.donor import LOADS_S
-from p2p_co2.protocol.catchup.goals import BUFFERS, LEAST_CHUNK_BYTES, Outbox
+from p2p_co2.protocol.catchup.donor import BufferStore
+from p2p_co2.protocol.catchup.goals import BUFFERS, PATIENCE_S, DonorRefused, Fetched, FetchFailed, Goal
 from p2p_co2.trainer.model_summary import MOST_BYTES, ModelBuffers
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Chunk, Fetch
-
-A, B, C = (PeerId(name) for name in "ABC")
+from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.wire.messages_pb2 import Fetch
+from tests.catchup_world import D1, D2, LATE, SHAPE, World, lying, zero
 
 
 def model(**buffers: Tensor) -> nn.Module:
@@ -81,80 +80,79 @@ def test_a_buffer_of_any_kind_is_taken_or_left_out(values: Tensor) -> None:
 
 # ---- from peer to peer
 
-SIZE = 2 * LEAST_CHUNK_BYTES + 5
-VALUES = bytes(range(256)) * (SIZE // 256) + bytes(SIZE % 256)
-Side = tuple[Buffers, Outbox]
+SIZE = 2 * MAX_DATA_BYTES + 5
+LAYOUT = 3
+GOAL = Goal(BUFFERS, len(SHAPE.state_bytes), LAYOUT, (D1, D2), size_bytes=SIZE)
 
 
-def side(size_bytes: int = SIZE, layout: int = 3) -> Side:
-    out = Outbox()
-    machine = Buffers(LEAST_CHUNK_BYTES, out)
-    machine.layout, machine.size_bytes = layout, size_bytes
-    return machine, out
+def asked(layout: int = LAYOUT, size_bytes: int = SIZE) -> World:
+    """A newcomer asks two donors that have buffers, but have copied none yet."""
+    world = World(donors=2)
+    for donor in (D1, D2):
+        world.machines[donor].donor.buffers = BufferStore(layout, size_bytes)
+    world.machines[LATE].fetcher.want(GOAL, world.now)
+    world.run(1.0)
+    return world
 
 
-def exchange(newcomer: Side, donor: Side, now: float) -> None:
-    """All messages between ``newcomer`` (A) and ``donor`` (B)."""
-    while newcomer[1].messages or donor[1].messages:
-        for machine, out, sender in ((donor[0], newcomer[1], A), (newcomer[0], donor[1], B)):
-            messages, out.messages = out.messages, []
-            for _, message in messages:
-                assert isinstance(message, Fetch | Chunk)
-                machine.receive(message, sender, now)
+def give(world: World, donor: PeerId, first: int) -> bytes:
+    """Its training thread gives values."""
+    values = bytes([first]) * SIZE
+    world.machines[donor].donor.give_buffers(values, world.now)
+    return values
 
 
-def test_a_newcomer_takes_all_chunks_once_the_training_thread_has_given_values() -> None:
-    newcomer, donor = side(), side()
-    newcomer[0].ask(B)
-    exchange(newcomer, donor, 100.0)
-    assert donor[0].is_wanted
-    assert newcomer[0].is_asking
-    donor[0].publish(VALUES, 100.0)
-    exchange(newcomer, donor, 101.0)
-    assert not donor[0].is_wanted
-    assert not newcomer[0].is_asking
-    assert newcomer[0].take() == VALUES
-    newcomer[0].ask(B)
-    exchange(newcomer, donor, 101.0 + LOADS_S)  # old values are not given
-    assert donor[0].is_wanted
-    donor[0].publish(b"", 102.0 + LOADS_S)  # there are none any more
-    exchange(newcomer, donor, 102.0 + LOADS_S)
-    assert not newcomer[0].is_asking
-    assert newcomer[0].take() == b""
+def test_a_newcomer_takes_them_once_a_training_thread_has_given_values() -> None:
+    world = asked()
+    assert world.machines[D1].donor.buffers.are_wanted
+    assert not world.events
+    values = give(world, D1, 1)
+    give(world, D1, 2)  # nobody wants them: those that are loaded stay the same
+    world.run()
+    (event,) = world.events
+    assert isinstance(event, Fetched)
+    assert (bytes(event.data), event.donors) == (values, (D1,))
+    world.now += PATIENCE_S
+    world.machines[LATE].fetcher.want(GOAL, world.now)
+    world.run(1.0, enough=2)
+    assert world.machines[D1].donor.buffers.are_wanted  # old values are not given
 
 
-@pytest.mark.parametrize("donor", [side(layout=4), side(0)], ids=["another layout", "no buffers"])
-def test_a_donor_with_other_buffers_gives_none(donor: Side) -> None:
-    newcomer = side()
-    newcomer[0].ask(B)
-    exchange(newcomer, donor, 100.0)
-    assert not donor[0].is_wanted
-    assert not newcomer[0].is_asking
-    assert newcomer[0].take() == b""
+@pytest.mark.parametrize(("layout", "size_bytes"), [(LAYOUT + 1, SIZE), (LAYOUT - 1, SIZE), (LAYOUT, 0)])
+def test_a_donor_with_other_buffers_gives_none_and_is_no_liar(layout: int, size_bytes: int) -> None:
+    world = asked(layout, size_bytes)
+    assert [type(event) for event in world.events] == [FetchFailed]
+    assert not world.machines[D1].donor.buffers.are_wanted
 
 
-def test_chunks_of_wrong_sizes_or_from_others_are_not_taken() -> None:
-    machine, _ = side()
-    whole = VALUES[:LEAST_CHUNK_BYTES]
-    for number, data in ((0, whole[:-1]), (0, whole + b"\0"), (1, whole), (2, VALUES[-5:]), (1 << 31, whole)):
-        machine.ask(B)
-        machine.receive(Chunk(what=BUFFERS, version=3, data=whole), C, 100.0)  # was not asked
-        with pytest.raises(RemoteProtocolError, match="wrong size"):
-            machine.receive(Chunk(what=BUFFERS, version=3, chunk=number, data=data), B, 100.0)
-        assert not machine.is_asking
-        assert machine.take() == b""
-    machine.ask(B)
-    machine.receive(Chunk(what=BUFFERS, version=3, data=whole), B, 100.0)
-    assert machine.take() == b""  # half of it is nothing
+def test_a_donor_that_has_none_any_more_is_left() -> None:
+    world = asked()
+    for donor in (D1, D2):
+        world.machines[donor].donor.give_buffers(b"", world.now)
+    world.run()
+    assert [type(event) for event in world.events] == [FetchFailed]
 
 
-def test_questions_for_chunks_that_do_not_exist_are_refused_and_those_that_wait_are_bounded() -> None:
-    machine, out = side()
-    for chunk in (3, (1 << 32) - 1):
-        with pytest.raises(RemoteProtocolError, match="unknown chunk"):
-            machine.receive(Fetch(what=BUFFERS, version=3, chunk=chunk, want_chunk=True), A, 100.0)
-    for number in range(MAX_ASKING + 3):
-        machine.receive(Fetch(what=BUFFERS, version=3, want_chunk=True), PeerId(f"peer {number}"), 100.0)
-    assert len(out.messages) == 3
-    machine.publish(VALUES, 100.0)
-    assert len(out.messages) == 3 + MAX_ASKING
+@pytest.mark.parametrize("lie", [b"", bytes(SIZE - 1), bytes(SIZE + 1)], ids=["chunks", "short", "long"])
+def test_of_a_donor_that_lies_nothing_is_taken(lie: bytes) -> None:
+    """About a chunk, or about the size, of which nothing is allocated."""
+    world = asked()
+    if lie:
+        world.machines[D1].donor.give_buffers(lie, world.now)
+    else:
+        give(world, D1, 1)
+        world.tamper = lying(D1, zero)
+    values = give(world, D2, 2)
+    world.run()
+    refused = [event.peer for event in world.events if isinstance(event, DonorRefused)]
+    (event,) = (event for event in world.events if isinstance(event, Fetched))
+    assert bytes(event.data) == values
+    assert refused in ([D1], []) if not lie else refused == [D1]
+
+
+@pytest.mark.parametrize("chunk", [3, (1 << 32) - 1])
+def test_a_chunk_that_does_not_exist_is_refused(chunk: int) -> None:
+    world = asked()
+    fetch = Fetch(what=BUFFERS, fragment=GOAL.fragment, version=LAYOUT, chunk=chunk, want_chunk=True)
+    with pytest.raises(RemoteProtocolError, match="unknown chunk"):
+        world.machines[D1].receive(fetch, LATE, world.now)

@@ -14,14 +14,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.progress import Where
 from p2p_co2.node.state import Effects, LocalProgress, PeerState
-from p2p_co2.protocol.catchup.goals import (
-    LEAST_CHUNK_BYTES,
-    ROUND,
-    STATE,
-    Fetched,
-    FetchFailed,
-    Goal,
-)
+from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES, ROUND, STATE, Fetched, FetchFailed, Goal
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S
 from p2p_co2.protocol.ledger import AgreedVersion
 from p2p_co2.protocol.membership import PeerInfo
@@ -31,14 +24,7 @@ from p2p_co2.tensors.checkpoint.agreed import state_digest, state_from_bytes, st
 from p2p_co2.wire.envelope import opened
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import (
-    Behind,
-    Decision,
-    Envelope,
-    Ready,
-    Status,
-    Waiting,
-)
+from p2p_co2.wire.messages_pb2 import Behind, Decision, Envelope, Ready, Status, Waiting
 from p2p_co2.wire.status import PeerStatus, finished_bits
 from tests.fuzz.world import STEP_S, Trainer, World, run_virtual
 from tests.round_network import RUN, forged_commit, make_identity

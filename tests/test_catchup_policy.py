@@ -10,7 +10,7 @@ import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.protocol.catchup import policy
-from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Mine, Move, Said, Why
+from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, HeldState, Mine, Move, PeerReport, Why
 from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.simnet.oversight import HEAL_ROUNDS
@@ -22,17 +22,17 @@ from p2p_co2.wire.messages_pb2 import Status
 PHASES = {"t": Status.TRAINING, "d": Status.DRAINING, "j": Status.JOINING, "p": Status.PAUSED}
 
 
-def held(version: int, history: str = "a") -> Held:
-    return Held(version, f"{history}{version}".encode().ljust(32, b"."))
+def held(version: int, history: str = "a") -> HeldState:
+    return HeldState(version, f"{history}{version}".encode().ljust(32, b"."))
 
 
-def view_of(said: str) -> dict[PeerId, Said]:
+def view_of(said: str) -> dict[PeerId, PeerReport]:
     """Of "5a 4b:d": the first trains at version 5 of history a, the second is done at version 4 of b."""
     view = {}
     for number, word in enumerate(said.split()):
         state, _, phase = word.partition(":")
-        at = Held(*held(int(state[:-1]), state[-1]))
-        view[PeerId(f"p{number}")] = Said(at, PHASES[phase or "t"], offers=not phase)
+        at = HeldState(*held(int(state[:-1]), state[-1]))
+        view[PeerId(f"p{number}")] = PeerReport(at, PHASES[phase or "t"], offers=not phase)
     return view
 
 
@@ -86,7 +86,9 @@ def test_two_histories_become_one_whoever_looks_first() -> None:
         for state in set(states):
             others = list(states)
             others.remove(state)
-            view = {PeerId(str(n)): Said(at, Status.DRAINING, offers=False) for n, at in enumerate(others)}
+            view = {
+                PeerId(str(n)): PeerReport(at, Status.DRAINING, offers=False) for n, at in enumerate(others)
+            }
             mine = Mine(state, {state.version: state.digest}, Status.DRAINING, True)
             move = policy.decide(view, mine, replayable=False)
             stay |= {state} if move is None else set()
@@ -110,7 +112,7 @@ def test_a_last_round_is_not_for_those_that_cannot_replay() -> None:
         ("9a", held(9), None),
     ],
 )
-def test_who_vouches_for_the_state_of_a_donor(said: str, promised: Held, vouched: bool | None) -> None:
+def test_who_vouches_for_the_state_of_a_donor(said: str, promised: HeldState, vouched: bool | None) -> None:
     joins = Mine(held(0), {}, Status.JOINING)
     assert policy.bears_out(view_of(said), joins, PeerId("p0"), promised) is vouched
 

@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import resource
+import shutil
 import signal
 import struct
 from collections import namedtuple
@@ -33,13 +34,8 @@ from p2p_co2.config import OuterConfig, RunConfig
 from p2p_co2.digest import digest
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.checkpoint import agreed, tensorfile, tree
-from p2p_co2.tensors.checkpoint.folder import (
-    Checkpoint,
-    load,
-    load_agreed,
-    save,
-)
+from p2p_co2.tensors.checkpoint import agreed, parts, tree
+from p2p_co2.tensors.checkpoint.folder import Checkpoint, load, load_agreed, save
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from tests.disks import fill
 
@@ -127,8 +123,8 @@ def test_state_bytes_by_hand() -> None:
 def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     saved(tmp_path / "deep" / "folder", 10, 20, 30)
     assert names(tmp_path / "deep" / "folder") == [
-        "state-000000000020.safetensors",
-        "state-000000000030.safetensors",
+        "state-000000000020-001",
+        "state-000000000030-001",
     ]
     assert load(tmp_path / "deep" / "folder").inner_steps == 30
 
@@ -136,29 +132,37 @@ def test_the_newest_two_are_kept(tmp_path: Path) -> None:
 def test_an_abandoned_future_is_set_aside_until_the_peer_has_come_as_far(tmp_path: Path) -> None:
     saved(tmp_path, 10, 2000, 15)
     assert names(tmp_path) == [
-        "state-000000000010.safetensors",
-        "state-000000000015.safetensors",
-        "state-000000002000.set-aside",
+        "state-000000000010-001",
+        "state-000000000015-001",
+        "state-000000002000-001.set-aside",
     ]
     assert load(tmp_path).inner_steps == 15
     saved(tmp_path, 1999)
-    assert "state-000000002000.set-aside" in names(tmp_path)
+    assert "state-000000002000-001.set-aside" in names(tmp_path)
     saved(tmp_path, 2000)
-    assert names(tmp_path) == ["state-000000001999.safetensors", "state-000000002000.safetensors"]
+    assert names(tmp_path) == ["state-000000001999-001", "state-000000002000-002"]
+
+
+def test_one_of_the_same_step_stands_beside_the_earlier_one(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 10, 10)
+    assert names(tmp_path) == ["state-000000000010-002", "state-000000000010-003"]
+    assert load(tmp_path).path.name == "state-000000000010-003"
 
 
 # ---- against a reference
 
 
-def test_the_safetensors_library_reads_our_files(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_our_parts(tmp_path: Path) -> None:
     (path,) = saved(tmp_path, 12)
-    theirs = safetensors.torch.load_file(path)
+    theirs = dict[str, torch.Tensor]()
+    for part in path.glob("*.safetensors"):
+        theirs |= safetensors.torch.load_file(part)
     ours = load(tmp_path)
-    assert torch.equal(theirs["agreed.0.params"], ours.states[0].params)
-    assert torch.equal(theirs["buffer.1.running_var"], ours.buffers["1.running_var"])
+    assert torch.equal(theirs["0:agreed.0.params"], ours.states[0].params)
+    assert torch.equal(theirs["0:buffer.1.running_var"], ours.buffers["1.running_var"])
     assert not any("weight" in name for name in theirs)  # nothing twice, and nothing frozen
-    with safetensors.safe_open(path, framework="pt") as file:
-        assert file.metadata()["run"] == RUN.canonical_bytes().decode()
+    manifest = json.loads((path / parts.MANIFEST).read_text())
+    assert manifest["metadata"]["run"] == RUN.canonical_bytes().decode()
 
 
 # ---- laws
@@ -185,29 +189,32 @@ def test_state_bytes_there_and_back(numel: int, steps: int, seed: int) -> None:
     assert agreed.state_bytes(shared) == given != (data if numel else b"")
 
 
-def test_a_file_can_be_written_in_any_order_and_over_an_older_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part_bytes", [16, 100, parts.PART_BYTES])
+def test_tensors_come_back_out_of_parts_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr(parts, "PART_BYTES", part_bytes)
     torch.manual_seed(0)
     tensors = {f"t{i}": torch.randn(3 * i) for i in range(9)}
     tensors |= {"turned": torch.randn(5, 7).t(), "half": torch.randn(9).bfloat16(), "one": torch.tensor(3)}
-    (tmp_path / tensorfile.TEMPORARY).write_bytes(b"what a killed process left" * 999)
-    writing = tensorfile.Writing(tmp_path / "file", tensors, {"key": "word"})
-    late = {name: tensors[name].clone() for name in ("t8", "half", "t1")}
-    for name, values in tensors.items():
-        if name not in late:
-            writing.put(name, values)
-    tensors["t7"].zero_()  # training goes on
-    for name, values in late.items():
-        for start in range(0, len(values), 4):
-            writing.put_piece(name, start, values[start : start + 4])
+    tensors |= {"tied": tensors["t3"], "0:7": torch.arange(9)}
+    left = tmp_path / parts.TEMPORARY
+    left.mkdir()
+    (left / "part-00000.safetensors").write_bytes(b"what a killed process left")
+    writing = parts.Writing(tmp_path / "folder", {"key": "word"})
+    before = {name: values.clone() for name, values in tensors.items()}
+    for some in (["t7"], [name for name in tensors if name != "t7"]):
+        writing.put({name: tensors[name] for name in some})
+        tensors["t7"].zero_()  # training goes on
+    writing.put_values("later", torch.arange(50.0))
     writing.finish()
     writing.give_up()  # too late
-    read, metadata = tensorfile.read(tmp_path / "file", lambda name: True)
+    read, metadata = parts.read(tmp_path / "folder", lambda name: True)
     assert metadata == {"key": "word"}
-    assert read["t7"].abs().min() > 0
-    for name, values in ({**tensors, **late}).items():
-        assert name == "t7" or torch.equal(read[name], values), name
-    assert set(safetensors.torch.load_file(tmp_path / "file")) == set(tensors)
-    assert names(tmp_path) == ["file"]
+    for name, values in (before | {"later": torch.arange(50.0)}).items():
+        assert torch.equal(read.pop(name), values), name
+    assert not read
+    assert names(tmp_path) == ["folder"]
 
 
 def test_the_swarm_digest_sees_order_and_count() -> None:
@@ -308,7 +315,8 @@ def test_what_only_pickle_could_save_is_left_out_whole_and_named(
 
 
 TENSORS = {
-    str(dtype).removeprefix("torch."): torch.arange(6).reshape(2, 3).to(dtype) for dtype in tensorfile.NAMES
+    str(dtype).removeprefix("torch."): torch.arange(6).reshape(2, 3).to(dtype)
+    for dtype in parts.DTYPES.values()
 } | {
     "0-dim": torch.tensor(2.5),
     "empty": torch.zeros(0, 3),
@@ -326,16 +334,14 @@ TENSORS = {
 @pytest.mark.parametrize("kind", TENSORS)
 def test_a_tensor_of_any_kind_comes_back_as_it_was(tmp_path: Path, kind: str) -> None:
     values = TENSORS[kind]
-    assert tensorfile.trouble_with(values) == ""
+    assert parts.trouble_with(values) == ""
     model = module()
     whole = checkpoint_of(model, adamw(model.parameters()), 1)
-    (path,) = [save(tmp_path, replace(whole, buffers={kind: values}, optimizer={"a": {"b": values}}))]
+    save(tmp_path, replace(whole, buffers={kind: values}, optimizer={"a": {"b": values}}))
     read = load(tmp_path)
     for back in (read.buffers[kind], read.optimizer["a"]["b"]):
         assert (back.dtype, back.shape) == (values.dtype, values.shape)
         assert repr(back.tolist()) == repr(values.tolist())
-    with safetensors.safe_open(path, framework="pt") as file:
-        assert file.get_tensor(f"buffer.{kind}").dtype == values.dtype
 
 
 def test_the_agreed_parameters_can_be_put_into_a_module(tmp_path: Path) -> None:
@@ -357,75 +363,104 @@ def test_the_agreed_parameters_can_be_put_into_a_module(tmp_path: Path) -> None:
 # ---- faults
 
 
-@pytest.mark.parametrize("where", [0, 4, 8, 30, 60, 0.2, 0.5, 0.9, -1])
-@pytest.mark.parametrize("harm", ["cut", "flip"])
-def test_a_torn_file_falls_back_to_the_previous(tmp_path: Path, where: float, harm: str) -> None:
-    _, newest = saved(tmp_path, 10, 20)
+FILES = [parts.MANIFEST, "part-00000.safetensors"]
+
+
+@pytest.mark.parametrize("where", [0, 8, 60, 0.5, -1])
+@pytest.mark.parametrize("harm", ["cut", "flip", "longer", "gone"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_torn_one_falls_back_to_the_previous(tmp_path: Path, where: float, harm: str, name: str) -> None:
+    newest = saved(tmp_path, 10, 20)[1] / name
     data = bytearray(newest.read_bytes())
     at = int(where * len(data)) if isinstance(where, float) else where % len(data)
     if harm == "cut":
         del data[at:]
+    elif harm == "longer":
+        data[at:at] = b"0"
     else:
         data[at] ^= 0x11
     newest.write_bytes(data)
+    if harm == "gone":
+        newest.unlink()
     for read in (load(tmp_path), load_agreed(tmp_path)):
         assert read.inner_steps == 10
         assert len(read.passed_over) == 1
-        assert read.passed_over[0].startswith("state-000000000020.safetensors: ")
+        assert read.passed_over[0].startswith("state-000000000020-001: ")
 
 
-def test_a_file_that_cannot_be_read_falls_back_to_the_previous(tmp_path: Path) -> None:
+def test_one_that_cannot_be_read_falls_back_to_the_previous(tmp_path: Path) -> None:
     older, newest = saved(tmp_path, 10, 20)
-    newest.unlink()
-    newest.mkdir()  # what even root cannot read
+    (newest / parts.MANIFEST).unlink()
+    (newest / parts.MANIFEST).symlink_to("/proc/self/mem")  # what even root cannot read
     read = load(tmp_path)
     assert read.inner_steps == 10
-    assert read.passed_over[0].startswith("state-000000000020.safetensors: cannot read")
-    older.unlink()
+    assert read.passed_over[0].startswith("state-000000000020-001: cannot read")
+    shutil.rmtree(older)
     with pytest.raises(EnvironmentFault, match=r"cannot read .*000020"):
         load(tmp_path)
 
 
-def test_a_longer_file_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
-    (path,) = saved(tmp_path, 10)
-    path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(ConfigError, match="no whole checkpoint there: state-000000000010"):
-        load(tmp_path)
-    safetensors.torch.save_file({"weight": torch.zeros(3)}, path)
-    with pytest.raises(ConfigError, match="its header is not readable"):
-        load_agreed(path)
-    path.write_bytes(pickle.dumps({"weights": [1, 2, 3]}))
-    with pytest.raises(ConfigError, match="no whole checkpoint"):
-        load(path)
+@pytest.mark.parametrize("content", [pickle.dumps([1, 2, 3]), safetensors.torch.save({"a": torch.zeros(3)})])
+def test_a_file_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    """Earlier versions wrote one."""
+    path = tmp_path / "state-000000000010.safetensors"
+    path.write_bytes(content)
+    for place in (path, tmp_path):
+        with pytest.raises(ConfigError, match=r"no whole .*: not a checkpoint of this version"):
+            load_agreed(place)
+
+
+def forged(folder: Path, rows: dict[str, Any], part: dict[str, torch.Tensor]) -> Path:
+    """A checkpoint of one part, all of it with right digests."""
+    folder.mkdir()
+    data = safetensors.torch.save({name: values.clone() for name, values in part.items()})
+    (folder / "part-00000.safetensors").write_bytes(data)
+    table = {"metadata": {}, "tensors": rows, "parts": [[len(data), hashlib.sha256(data).hexdigest()]]}
+    seal = hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+    (folder / parts.MANIFEST).write_text(json.dumps(table | {"sha256": seal}))
+    return folder
+
+
+X = torch.zeros(4)
 
 
 @pytest.mark.parametrize(
-    ("shape", "words"),
-    [([0, 1 << 48, 1 << 48], "impossible shape"), ([1 << 48] * 3 + [0], "impossible shape"), ([0, 3], "")],
+    ("rows", "part", "words"),
+    [
+        ({"x": ["float32", [0, 1 << 48, 1 << 48]]}, {}, "impossible shape"),
+        ({"x": ["float32", [1 << 48, 1 << 48, 1 << 48, 0]]}, {}, "impossible shape"),
+        ({"x": ["float32", [-1]]}, {}, "impossible shape"),
+        ({"x": ["float32", [True]]}, {}, "impossible shape"),
+        ({"x": ["float32", [1] * 65]}, {}, "impossible shape"),
+        ({"x": ["float32", [1 << 30]]}, {"0:x": X}, "larger than its parts"),
+        ({"x": ["object", [4]]}, {"0:x": X}, "not readable"),
+        ({"x": ["float32", [8]]}, {"0:x": X}, "missing"),
+        ({"x": ["float32", [8]]}, {"0:x": X, "0:y": X, "8:x": X}, "not where it should be"),
+        ({"x": ["float32", [4]]}, {"0:x": X, "4:x": X}, "not where it should be"),
+        ({"x": ["float32", [4]]}, {"-1:x": X}, "not where it should be"),
+        ({"x": ["float32", [4]]}, {"x": X}, "not readable"),
+        ({"x": ["float32", [0, 3]]}, {}, ""),
+        ({"x": ["float32", [2, 2]]}, {"0:x": X, "0:more": X}, ""),
+    ],
 )
-def test_an_extent_of_zero_hides_no_impossible_shape(tmp_path: Path, shape: list[int], words: str) -> None:
-    table = {
-        "__metadata__": {"sha256": "0" * 64},
-        "x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]},
-    }
-    path = tmp_path / "file"
-    text = json.dumps(table).encode()
-    data = len(text).to_bytes(8, "little") + text
-    path.write_bytes(data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1))
+def test_what_a_forger_says_is_believed_only_as_far_as_it_fits(
+    tmp_path: Path, rows: dict[str, Any], part: dict[str, torch.Tensor], words: str
+) -> None:
+    path = forged(tmp_path / "state", rows, part)
     if words:
-        with pytest.raises(tensorfile.Damaged, match=words):
-            tensorfile.read(path, lambda name: True)
+        with pytest.raises(parts.Damaged, match=words):
+            parts.read(path, lambda name: True)
     else:
-        assert list(tensorfile.read(path, lambda name: True)[0]["x"].shape) == shape
+        assert list(parts.read(path, lambda name: True)[0]["x"].shape) == rows["x"][1]
 
 
-def test_a_header_is_not_read_that_would_take_all_memory(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    with path.open("wb") as file:
-        file.write((80 << 20).to_bytes(8, "little"))
-        file.truncate(100 << 20)
-    with pytest.raises(tensorfile.Damaged, match="header"):
-        tensorfile.read(path, lambda name: True)
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_not_read_that_would_take_all_memory(tmp_path: Path, name: str) -> None:
+    path = forged(tmp_path / "state", {}, {"0:x": X})
+    with (path / name).open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(parts.Damaged, match="larger than one can be"):
+        parts.read(path, lambda name: True)
 
 
 def test_no_checkpoint_is_the_users_to_solve(tmp_path: Path) -> None:
@@ -450,7 +485,7 @@ def test_a_failing_disk_leaves_the_previous_checkpoint(
         patch.setattr(os, "fsync", fail)
         with pytest.raises(EnvironmentFault, match=words):
             saved(tmp_path, 20)
-    assert names(tmp_path) == ["state-000000000010.safetensors"]
+    assert names(tmp_path) == ["state-000000000010-001"]
     assert load(tmp_path).inner_steps == 10
 
 
@@ -480,7 +515,7 @@ def test_a_disk_that_is_full_keeps_what_it_has_and_takes_more_when_there_is_room
     fill(small_disk)
     with pytest.raises(EnvironmentFault, match="the disk is full; free some space or give another folder"):
         saved(folder, 20)
-    assert names(folder) == ["state-000000000010.safetensors"]
+    assert names(folder) == ["state-000000000010-001"]
     assert load(folder).inner_steps == 10
     (small_disk / "filling").unlink()
     saved(folder, 20)
@@ -488,12 +523,11 @@ def test_a_disk_that_is_full_keeps_what_it_has_and_takes_more_when_there_is_room
 
 
 def test_a_checkpoint_of_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
-    model = module()
-    path = save(tmp_path, checkpoint_of(model, adamw(model.parameters()), 2))
-    tensors, metadata = tensorfile.read(path, lambda name: True)
-    writing = tensorfile.Writing(path, tensors, {**metadata, "format": "p2p-co2 checkpoint 1"})
-    for name, values in tensors.items():
-        writing.put(name, values)
+    (path,) = saved(tmp_path, 2)
+    tensors, metadata = parts.read(path, lambda name: True)
+    shutil.rmtree(path)
+    writing = parts.Writing(path, {**metadata, "format": "p2p-co2 checkpoint 1"})
+    writing.put(tensors)
     writing.finish()
     with pytest.raises(ConfigError, match=r"no whole checkpoint there: .* not a checkpoint of this version"):
         load(tmp_path)

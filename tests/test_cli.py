@@ -27,7 +27,6 @@ from p2p_co2.cli import main as cli
 from p2p_co2.cli.join import JoinWatch
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError, TransportError
-from p2p_co2.peer_options import peer_config
 from p2p_co2.system.process import FolderLock
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, peer_id_of
@@ -65,22 +64,6 @@ def test_version() -> None:
     assert (result.returncode, result.stdout) == (0, f"p2p-co2 {__version__}\n")
 
 
-def test_every_command_explains_itself_without_torch_or_hivemind() -> None:
-    script = (
-        "import sys\nfrom p2p_co2.cli.main import COMMANDS, main\n"
-        "for command in COMMANDS:\n"
-        "    try:\n        main([command, '--help'])\n"
-        "    except SystemExit as end:\n        assert end.code == 0, end.code\n"
-        "slow = {'torch', 'hivemind', 'grpc', 'matplotlib', 'rich', 'transformers'}\n"
-        "print(sorted(slow & set(sys.modules)))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert all(f"p2p-co2 {command} [OPTIONS]" in result.stdout for command in cli.COMMANDS)
-    assert result.stdout.splitlines()[-1] == "[]"
-
-
 def test_the_default_run_file_is_the_defaults() -> None:
     written, default = tomllib.loads(DEFAULT_RUN_FILE), RunConfig(name="my-run")
     assert RunConfig.model_validate(written) == default
@@ -103,36 +86,12 @@ def test_a_bad_run_file_is_refused_by_file_key_and_what_would_be_right(
     refused(["seed", str(path), "--folder", str(tmp_path / "seed")], str(path), "codec.name", "int4")
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "words"),
-    [
-        ("--carrier", "pigeon", ["'grpc'", "'libp2p'", "pigeon"]),
-        ("--grpc-port", "70000", ["65535"]),
-        ("--upload", "9", ["below 10000 bytes/s", "0 for no cap"]),
-        ("--download", "fast", ["--download", "'fast' is no rate", "20Mbit"]),
-        ("--hours", "22-7", ["--hours", "'22-7' is no span of the day", "22:00-07:00"]),
-    ],
-)
-def test_a_bad_option_is_refused_by_its_name(
-    option: str, value: str, words: list[str], refused: Refused
-) -> None:
-    refused(["join", "p2pco2-x", option, value], option, *words)
-
-
 @pytest.mark.parametrize("ticket", ["p2pco2-AAAA", ""])
 def test_a_wrong_ticket_is_refused_before_anything_starts(
     tmp_path: Path, refused: Refused, ticket: str
 ) -> None:
     refused(["join", ticket, "--folder", str(tmp_path / "peer")])
     assert not (tmp_path / "peer").exists()
-
-
-def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
-    path = tmp_path / "peer.toml"
-    path.write_text('name = "from-file"\nbatch = 3\n[limits]\nthreads = 5')
-    config = peer_config(path, {"batch": 7, "name": None, "limits.upload_bytes_per_s": 9e4})
-    assert (config.name, config.batch, config.carrier) == ("from-file", 7, "auto")
-    assert (config.limits.threads, config.limits.upload_bytes_per_s) == (5, 9e4)
 
 
 @pytest.mark.parametrize(

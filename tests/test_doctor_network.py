@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import time
@@ -18,8 +17,6 @@ from typing import Any
 import pytest
 from swarms import swarm
 
-from bootstrap import netns
-from bootstrap.internet import Internet
 from bootstrap.local_swarm import LocalSwarm
 from bootstrap.options import PlanOptions
 from bootstrap.plan.plan import read_links
@@ -27,13 +24,13 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.probe import Passed, ProbeServer, judge_clock
-from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.system.process import program
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, PeerId
 from peers.doctor import network
 from peers.doctor.findings import State
 from peers.doctor.network import Outcome, look_at_network, rate_finding, together
+from tests.routers import Nat, Routers, inside
 
 RUN = RunConfig(recipe_digest="00" * 32)
 OK, LIMITED, CANNOT, UNKNOWN = State.OK, State.LIMITED, State.CANNOT, State.UNKNOWN
@@ -157,71 +154,50 @@ def test_the_command_against_a_seed_process_feeds_the_planner(tmp_path: Path) ->
     assert link.up_bytes_per_s == table["link"]["up_bytes_per_s"]
 
 
-@pytest.fixture(scope="module")
-def kernel() -> netns.Kernel:
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    kernel = netns.examine()
-    if kernel.problem:
-        pytest.skip(f"no network namespaces here: {kernel.problem}")
-    return kernel
-
-
-def line(nat: str, up_bits_per_s: int = 20_000_000) -> LinkProfile:
-    return LinkProfile("test", up_bits_per_s, 50_000_000, 10.0, 0.0, 0.0, nat)  # type: ignore[arg-type]
-
-
-def test_without_a_route_nothing_is_said_to_be_well(tmp_path: Path, kernel: netns.Kernel) -> None:
+def test_without_a_route_nothing_is_said_to_be_well(tmp_path: Path) -> None:
     identity = Identity.load_or_create(tmp_path / "identity")
     ticket = str(
         Ticket(bytes(32), PeerId(identity.peer_id), (f"/ip4/192.0.2.1/tcp/9/p2p/{identity.peer_id}",))
     )
-    namespace = netns.add("alone")
-    try:
-        netns.ip(namespace, "link set lo up")
-        table = examined(namespace, ticket, tmp_path)
-    finally:
-        netns.remove(namespace)
+    with Routers() as routers:
+        table = examined(routers.namespace("alone"), ticket)
     states = {finding["name"]: finding["state"] for finding in table["findings"]}
     assert states["seeds"] == "cannot"
     assert {states[name] for name in ("clock", "nat", "reachability", "upload", "download")} == {"unknown"}
     assert (table["role"], table["exit_status"]) == ("none", 2)
 
 
-def examined(namespace: str, ticket: str, folder: Path, *options: str) -> dict[str, Any]:
+def examined(namespace: str, ticket: str, *options: str) -> dict[str, Any]:
     """What doctor says inside a namespace."""
     command = [sys.executable, "-m", "p2p_co2.cli", "doctor", ticket, "--json", "--threads", "1", *options]
     result = subprocess.run(
-        netns.inside(namespace, command), cwd=Path(__file__).resolve().parent.parent, capture_output=True,
+        inside(namespace, command), cwd=Path(__file__).resolve().parent.parent, capture_output=True,
         text=True, timeout=120, check=False,
     )  # fmt: skip
     assert result.stdout, result.stderr
     return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
-def examined_to_the_end(namespace: str, ticket: str, folder: Path, *options: str) -> dict[str, Any]:
+def examined_to_the_end(namespace: str, ticket: str, *options: str) -> dict[str, Any]:
     """The same, again where the doctor itself says that it ran out of time, as on a loaded machine."""
     for _ in range(TRIES):
-        table = examined(namespace, ticket, folder, *options)
+        table = examined(namespace, ticket, *options)
         if all(finding["state"] != "unknown" for finding in table["findings"]):
             break
     return table
 
 
-def test_what_stands_between_is_told_from_behind_it(tmp_path: Path, kernel: netns.Kernel) -> None:
+def test_what_stands_between_is_told_from_behind_it(tmp_path: Path) -> None:
     """Two seeds on public machines; the doctor behind two kinds of router."""
-    if not kernel.masquerade:
-        pytest.skip("nft makes no router here")
-    expected = {"cone": "one mapping for all", "symmetric": "a mapping of its own"}
+    expected: dict[Nat, str] = {"cone": "one mapping for all", "symmetric": "a mapping of its own"}
     run_file = tmp_path / "run.toml"
     run_file.write_text("recipe_digest = '" + "00" * 32 + "'")
-    with Internet(kernel, tmp_path, 0) as internet, LocalSwarm(tmp_path) as children:
-        places = {name: internet.add(name, line("open")) for name in ("seed1", "seed2")}
-        places |= {nat: internet.add(nat, line(nat)) for nat in expected}
-        internet.start()
+    with Routers() as places, LocalSwarm(tmp_path) as children:
+        machines = {name: places.add(name) for name in ("seed1", "seed2")}
+        machines |= {nat: places.add(nat, nat) for nat in expected}
         ticket = ""
         for name in ("seed1", "seed2"):
-            place = places[name]
+            place = machines[name]
             arguments = ["--host", "0.0.0.0", "--port", "4001", "--announce-host", place.address]
             arguments += ["--folder", str(tmp_path / name)]
             arguments += ["--also", ticket] if ticket else [str(run_file)]
@@ -230,20 +206,16 @@ def test_what_stands_between_is_told_from_behind_it(tmp_path: Path, kernel: netn
         options = ("--host", "0.0.0.0", "--libp2p-port", "4002", "--grpc-port", "4003")
         with ThreadPoolExecutor() as both:  # behind their routers at the same time: seeds may be busy then
             routers = {
-                nat: both.submit(examined_to_the_end, places[nat].namespace, ticket, tmp_path / nat, *options)
+                nat: both.submit(examined_to_the_end, machines[nat].namespace, ticket, *options)
                 for nat in expected
             }
         tables = {nat: done.result() for nat, done in routers.items()}
     for nat, kind in expected.items():
         words = {finding["name"]: finding["measured"] for finding in tables[nat]["findings"]}
         assert words["nat"].startswith(kind), (nat, words)
-        assert places[nat].public_address in words["nat"]
+        assert machines[nat].public_address in words["nat"]
         assert tables[nat]["role"] == "dial_out", words
         assert words["reachability"].endswith("grpc port 4003 not reached"), words
         assert words["seeds"].startswith("2 of 2 answer")
-        # The line is 20 Mbit/s up, 50 down, 20 ms there and back to the seeds. A loaded machine is slower;
-        # what stood in a queue meanwhile comes at once. That the line was seen is all that is asked.
         link = tables[nat]["link"]
-        assert 0 < link["up_bytes_per_s"] < 1.5 * 2.5e6, words
-        assert 0 < link["down_bytes_per_s"] < 1.5 * 6.25e6, words
-        assert link["round_trip_s"] > 0.018, words
+        assert min(link["up_bytes_per_s"], link["down_bytes_per_s"], link["round_trip_s"]) > 0, words

@@ -212,12 +212,13 @@ def kill_everything(swarm: Campaign) -> None:
     torn = checkpoints_of(swarm, "torn")
     assert len(torn) >= 2
     for path in torn:
-        path.write_bytes(path.read_bytes()[:-1])
+        manifest = path / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes()[:-1])
 
 
 def checkpoints_of(swarm: Campaign, name: str) -> list[Path]:
     """Oldest first."""
-    return sorted((swarm.folder / name / "checkpoint").glob("state-*.safetensors"))
+    return sorted((swarm.folder / name / "checkpoint").glob("state-*"))
 
 
 def resume_from_checkpoints(swarm: Campaign, settings: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +19,7 @@ from p2p_co2.recipes import load_run_recipe, recipe_digest
 from p2p_co2.recipes.byte_gpt import ByteGPTStage, Shape, stage_edges
 from p2p_co2.recipes.recipe import Options
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.checkpoint import tensorfile
+from p2p_co2.tensors.checkpoint import parts
 from p2p_co2.tensors.checkpoint.agreed import header_bytes
 from p2p_co2.tensors.checkpoint.folder import Checkpoint, load_agreed, save
 from p2p_co2.tensors.codec import get_codec
@@ -28,9 +29,9 @@ from p2p_co2.tensors.stages import Chain
 from p2p_co2.tensors.stages.whole import WholeModel, whole_names
 from p2p_co2.trained import Trained
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
+from p2p_co2.trainer.gather import sources_of, write_whole
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.trainer.ledger.worker import TensorWorker
-from p2p_co2.trainer.ranks.gather import sources_of, write_whole
 from p2p_co2.trainer.resuming import shapes_of
 from p2p_co2.trainer.saver import Saver
 from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
@@ -313,28 +314,29 @@ def test_a_torn_checkpoint_falls_back_to_the_one_before_it_and_says_so(tmp_path:
     run, modules = run_of(2), [drawn(0), drawn(1)]
     first, second = write_all(tmp_path, run, modules)
     write(second, run, 1, drawn(3), (9, 9, 9), inner_steps=50)
-    newest = max(second.glob("*.safetensors"))
-    data = newest.read_bytes()
-    for torn in (data[:-9], data[:100], b"", data[:-1] + bytes([data[-1] ^ 1])):
-        newest.write_bytes(torn)
+    newest = max(second.glob("state-*"))
+    part = newest / "part-00000.safetensors"
+    data = part.read_bytes()
+    for torn in (data[:-9], b"", data[:-1] + bytes([data[-1] ^ 1])):
+        part.write_bytes(torn)
         source = sources_of([first, second])[1]
         assert source.versions == (3, 4, 4)
         assert len(source.damaged) == 1
         assert newest.name in source.damaged[0]
-    for path in second.iterdir():
+    for path in second.rglob("*.json"):
         path.write_bytes(b"hostile")
     with pytest.raises(ConfigError, match="no whole checkpoint there"):
         sources_of([first, second])
 
 
 def rewritten(folder: Path, change: Callable[[dict[str, str], dict[str, torch.Tensor]], None]) -> None:
-    """Its newest file with other content, and the digest of that."""
-    path = max(folder.glob("*.safetensors"))
-    tensors, metadata = tensorfile.read(path, lambda name: True)
+    """Its newest with other content, and the digest of that."""
+    path = max(folder.glob("state-*"))
+    tensors, metadata = parts.read(path, lambda name: True)
     change(metadata, tensors)
-    writing = tensorfile.Writing(path, tensors, metadata)
-    for name, values in tensors.items():
-        writing.put(name, values)
+    shutil.rmtree(path)
+    writing = parts.Writing(path, metadata)
+    writing.put(tensors)
     writing.finish()
 
 
@@ -354,16 +356,18 @@ def test_hostile_content_is_refused_by_its_folder(tmp_path: Path) -> None:
     def endless(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
         tensors["agreed.1.params"].fill_(torch.inf)
 
-    for change, words in (
-        (lambda metadata, tensors: metadata.update(stage="x"), "its content is not a checkpoint"),
-        (lambda metadata, tensors: metadata.update(stage="99999999999"), "of a run that has 2"),
-        (lambda metadata, tensors: metadata.update(run="{}"), "of a run that has 1"),
-        (lambda metadata, tensors: metadata.update(states="[]"), "is of another stage 1 than the recipe"),
-        (without_a_fragment, "is of another stage 1 than the recipe makes here"),
-        (longer, "is of another stage 1 than the recipe makes here"),
-        (endless, "its content is not a checkpoint .* not finite"),
+    for number, (change, words) in enumerate(
+        (
+            (lambda metadata, tensors: metadata.update(stage="x"), "its content is not a checkpoint"),
+            (lambda metadata, tensors: metadata.update(stage="99999999999"), "of a run that has 2"),
+            (lambda metadata, tensors: metadata.update(run="{}"), "of a run that has 1"),
+            (lambda metadata, tensors: metadata.update(states="[]"), "is of another stage 1 than the recipe"),
+            (without_a_fragment, "is of another stage 1 than the recipe makes here"),
+            (longer, "is of another stage 1 than the recipe makes here"),
+            (endless, "its content is not a checkpoint .* not finite"),
+        )
     ):
-        first, second = write_all(tmp_path, run, modules)
+        first, second = write_all(tmp_path / str(number), run, modules)
         rewritten(second, change)
         with pytest.raises(ConfigError, match=words) as refused:
             write_whole(sources_of([first, second]), tmp_path / "whole", Chain(modules), modules)

@@ -38,7 +38,7 @@ def test_a_swarm_in_stages_is_gathered_while_it_trains_and_goes_on(
         assert "stage 0: round" in said
         assert "stage 1: round" in said
         assert "tied table: round" in said
-        assert [path.suffix for path in Path(out).iterdir()] == [".safetensors"]
+        assert len(list(Path(out).iterdir())) == 1
         recipe = load_run_recipe(run)
         assert recipe.held_out is not None
         assert Trained.load(Path(out)).held_out_loss() < recipe.held_out(recipe.whole_model(run)) - 0.1

@@ -22,7 +22,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 import datasets
 import transformers
 from accelerate import Accelerator
-from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback
 
 import p2p_co2 as co2
@@ -30,16 +29,12 @@ from p2p_co2.config import OWN_LOOP, ClockConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.integrations.transformers import SwarmCallback
 from p2p_co2.swarm.counting import BatchCounter
-from p2p_co2.telemetry.events import Event, FragmentApplied, PeerFinished, Progress
-from p2p_co2.telemetry.journal import read_events
+from p2p_co2.telemetry.events import Event, FragmentApplied, Progress
 from p2p_co2.testing import TestSwarm
 from p2p_co2.trainer import arrival
 from tests.hf_peer import TEXT, WORDS, Watch, Words, arguments, gpt2, loss_of
 
-pytestmark = [
-    pytest.mark.swarm,
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 ROOT = Path(__file__).parent.parent
 
 
@@ -69,6 +64,7 @@ def same(model: nn.Module, values: dict[str, Tensor]) -> bool:
 # ---- the Trainer
 
 
+@pytest.mark.swarm
 def test_two_trainers_end_with_one_model_that_from_pretrained_loads(local_swarm: Any) -> None:
     clock = ClockConfig(mode="steps", inner_steps_per_round=6, rounds=4)
     swarm = local_swarm(peers=2, run=RunConfig(recipe=OWN_LOOP, fragments=2, clock=clock))
@@ -102,6 +98,7 @@ class Begins(TrainerCallback):
             self.moments = max((float(one["step"]) for one in states), default=0.0)
 
 
+@pytest.mark.swarm
 def test_a_trainer_resumes_with_its_own_counters_and_the_swarms_parameters(
     alone: TestSwarm, tmp_path: Path
 ) -> None:
@@ -127,19 +124,63 @@ def test_a_trainer_resumes_with_its_own_counters_and_the_swarms_parameters(
     assert same(trainer.model, again.swarm.state_dict())
 
 
-def test_the_runs_schedule_holds_whatever_the_trainers_does(alone: TestSwarm, tmp_path: Path) -> None:
+@pytest.mark.swarm
+def test_a_second_callback_is_refused_and_the_runs_schedule_holds_whatever_the_trainers_does(
+    alone: TestSwarm, tmp_path: Path
+) -> None:
     events = list[Any]()
-    callback = SwarmCallback(
-        alone.ticket, folder=tmp_path / "peer", start_over=True, lr_schedule=lambda position: 0.5,
+    one = SwarmCallback(alone.ticket, folder=tmp_path / "one", start_over=True)
+    two = SwarmCallback(
+        alone.ticket, folder=tmp_path / "two", start_over=True, lr_schedule=lambda position: 0.5,
         on_event=events.append,
     )  # fmt: skip
-    watch, args = Watch(callback), arguments(tmp_path, max_steps=4)
-    Trainer(gpt2(), args, train_dataset=Words(), callbacks=[callback, watch]).train()
+    watch, args = Watch(two), arguments(tmp_path, max_steps=4)
+    trainer = Trainer(gpt2(), args, train_dataset=Words(), callbacks=[one, two])
+    with pytest.raises(ConfigError, match=r"in a swarm already.*one SwarmCallback"):
+        trainer.train()
+    trainer.remove_callback(one)
+    one.leave()
+    trainer.add_callback(watch)
+    trainer.train()
+    assert two.swarm is not None
+    assert two.swarm.inner_steps == 4
     assert watch.rates == [0.005] * 4
     assert not [event for event in events if event.kind == "warned"]
     losses = [event.loss for event in events if isinstance(event, Progress) and math.isfinite(event.loss)]
     assert losses
     assert min(losses) > 2.5  # 3.5 at first: the accumulation does not halve it
+
+
+# ---- the Trainer with a swarm of nobody
+
+
+class FakeSwarm:
+    """As the callback asks it."""
+
+    optimizer = property(lambda self: self._optimizer)
+
+    def __init__(self, model: nn.Module, optimizer: Any, **options: Any) -> None:
+        self._optimizer, self.is_left = optimizer, False
+
+    def __enter__(self) -> FakeSwarm:
+        return self
+
+    def data_seed(self, epoch: int) -> int:
+        return 5 + epoch
+
+    def exchange(self, *_told: object) -> bool:
+        return True
+
+    def leave(self, *_told: object, **_named: object) -> None:
+        self.is_left = True
+
+    def load_agreed(self) -> None:
+        assert self.is_left
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2p_co2.integrations.transformers.join", FakeSwarm)
 
 
 class Breaks(Words):
@@ -149,36 +190,15 @@ class Breaks(Words):
         return super().__getitem__(index)
 
 
-def test_a_training_that_an_error_ended_leaves_and_can_begin_again(alone: TestSwarm, tmp_path: Path) -> None:
-    callback = SwarmCallback(alone.ticket, folder=tmp_path / "peer", start_over=True)
-    args = arguments(tmp_path, max_steps=4)
+def test_a_training_that_an_error_ended_leaves_and_can_begin_again(nobody: None, tmp_path: Path) -> None:
+    callback, args = SwarmCallback(), arguments(tmp_path, max_steps=4)
     with pytest.raises(OSError, match="the disk is gone"):
         Trainer(gpt2(), args, train_dataset=Breaks(), callbacks=[callback]).train()
     broken = callback.swarm
-    trainer = Trainer(gpt2(), args, train_dataset=Words(), callbacks=[callback])
-    trainer.train()
-    assert broken is not None
-    assert broken.done
+    assert isinstance(broken, FakeSwarm)
+    Trainer(gpt2(), args, train_dataset=Words(), callbacks=[callback]).train()
+    assert broken.is_left
     assert callback.swarm is not broken
-    kinds = [type(event) for event in read_events(tmp_path / "peer" / "events.jsonl")]
-    assert kinds.count(PeerFinished) == 2
-
-
-def test_a_second_callback_is_refused_while_the_first_one_is_in_the_swarm(
-    alone: TestSwarm, tmp_path: Path
-) -> None:
-    one, two = (
-        SwarmCallback(alone.ticket, folder=tmp_path / name, start_over=True) for name in ("one", "two")
-    )
-    args = arguments(tmp_path, max_steps=2)
-    trainer = Trainer(gpt2(), args, train_dataset=Words(), callbacks=[one, two])
-    with pytest.raises(ConfigError, match=r"in a swarm already.*one SwarmCallback"):
-        trainer.train()
-    trainer.remove_callback(one)
-    one.leave()
-    trainer.train()
-    assert two.swarm is not None
-    assert two.swarm.inner_steps == 2
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
@@ -187,17 +207,16 @@ class Stream(torch.utils.data.IterableDataset[Any]):
             yield {"input_ids": row, "labels": row}
 
 
-def test_a_stream_in_everybodys_order_is_told_of(alone: TestSwarm, tmp_path: Path) -> None:
-    callback = SwarmCallback(alone.ticket, folder=tmp_path / "peer", start_over=True)
-    trainer = Trainer(gpt2(), arguments(tmp_path, max_steps=2), train_dataset=Stream(), callbacks=[callback])
+def test_a_stream_in_everybodys_order_is_told_of(nobody: None, tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=2)
     with pytest.warns(UserWarning, match="all train on the same batches"):
-        trainer.train()
+        Trainer(gpt2(), args, train_dataset=Stream(), callbacks=[SwarmCallback()]).train()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sharded_stream_is_in_this_peers_order(workers: int, alone: TestSwarm, tmp_path: Path) -> None:
+def test_a_sharded_stream_is_in_this_peers_order(workers: int, nobody: None, tmp_path: Path) -> None:
     """It is made before the callback joins, and goes round."""
-    callback = SwarmCallback(alone.ticket, folder=tmp_path / "peer", start_over=True)
+    callback = SwarmCallback()
     rows = datasets.Dataset.from_dict({"input_ids": WORDS[:16].tolist(), "labels": WORDS[:16].tolist()})
     stream = rows.to_iterable_dataset(num_shards=4)
     own, met = co2.shard(stream, callback, buffer=4), list[list[int]]()
@@ -246,6 +265,7 @@ def test_without_the_library_one_line_says_what_to_install(monkeypatch: pytest.M
 # ---- accelerate
 
 
+@pytest.mark.swarm
 def test_accelerates_loop_accumulates_clips_saves_and_loads(alone: TestSwarm, tmp_path: Path) -> None:
     arguments(tmp_path)  # ends what accelerate keeps of the Trainers before
     accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="bf16", cpu=True)
@@ -258,6 +278,11 @@ def test_accelerates_loop_accumulates_clips_saves_and_loads(alone: TestSwarm, tm
     model, optimizer, loader, scheduler = accelerator.prepare(model, own, loader, scheduler)
     begun = {name: one.detach().clone() for name, one in model.named_parameters()}
     accelerator.save_state(str(tmp_path / "state"))
+    with torch.no_grad():
+        model.transformer.wte.weight.add_(1.0)  # of another day
+    accelerator.save_state(str(tmp_path / "other"))
+    accelerator.load_state(str(tmp_path / "other"))  # before the first step: the swarm's parameters stay
+    assert same(model, begun)
 
     met = list[int]()
     for batch in itertools.islice(loader, 6):
@@ -277,52 +302,7 @@ def test_accelerates_loop_accumulates_clips_saves_and_loads(alone: TestSwarm, tm
     own.leave()
 
 
-def test_a_state_that_is_loaded_before_the_first_step_leaves_the_swarms_parameters(
-    alone: TestSwarm, tmp_path: Path
-) -> None:
-    model = gpt2()
-    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    own = co2.Optimizer(inner, model, run=alone.ticket, folder=tmp_path / "peer", start_over=True)
-    agreed, accelerator = own.swarm.state_dict(), Accelerator(mixed_precision="bf16", cpu=True)
-    prepared, _ = accelerator.prepare(model, own)
-    with torch.no_grad():
-        prepared.transformer.wte.weight.add_(1.0)  # of another day
-    accelerator.save_state(str(tmp_path / "state"))
-    accelerator.load_state(str(tmp_path / "state"))
-    assert same(model, agreed)
-    own.leave()
-
-
 # ---- PEFT, and models of many kinds
-
-
-def adapted(base_seed: int) -> nn.Module:
-    base = gpt2()
-    if base_seed:
-        with torch.no_grad():
-            base.transformer.h[1].mlp.c_fc.weight.add_(0.125)
-    torch.manual_seed(1)
-    return get_peft_model(base, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
-
-
-def test_adapters_of_another_base_are_refused_by_name(endless: TestSwarm, tmp_path: Path) -> None:
-    def trainer(base_seed: int, callback: SwarmCallback) -> Trainer:
-        args = arguments(tmp_path, max_steps=2)
-        return Trainer(adapted(base_seed), args, train_dataset=Words(), callbacks=[callback])
-
-    one = adapted(0)
-    inner = torch.optim.AdamW([one for one in one.parameters() if one.requires_grad], 0.01)
-    with co2.join(one, inner, run=endless.ticket, folder=tmp_path / "one", start_over=True) as swarm:
-        one(input_ids=WORDS, labels=WORDS).loss.backward()
-        swarm.step(0.0, tokens=1)
-        time.sleep(1.5)
-        other = SwarmCallback(endless.ticket, folder=tmp_path / "other")
-        with pytest.raises(ConfigError, match=r"h\.1\.mlp\.c_fc\.weight"):
-            trainer(1, other).train()
-        same_base = SwarmCallback(endless.ticket, folder=tmp_path / "same")
-        trainer(0, same_base).train()
-        assert same_base.swarm is not None
-        assert all("lora_" in name for name in same_base.swarm.peer.agreed_parameters())
 
 
 SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -354,6 +334,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.swarm
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_of_each_kind_trains_and_comes_out_with_its_loss(
     kind: str, alone: TestSwarm, tmp_path: Path

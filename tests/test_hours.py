@@ -1,4 +1,4 @@
-"""A peer's hours, through the console script: it rests outside of them, and the day turns while it runs."""
+"""Peers that rest, through the console script: outside their hours, and as they are told."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from bootstrap.local_swarm import environment
-from p2p_co2.telemetry.events import Paused, PeerFinished, Progress, Resumed, RoundCommitted
-from tests.campaign import Campaign, paced_run
+from p2p_co2.telemetry.events import CheckpointSaved, Paused, PeerFinished, Progress, Resumed, RoundCommitted
+from tests.campaign import RECIPE, Campaign, console, paced_run
 
 pytestmark = pytest.mark.swarm
 SEVEN_S, DAY_S = 7 * 3600, 24 * 3600
@@ -40,7 +41,7 @@ def zone_where_it_is_seven_at(at: float) -> str:
     return f"SIM{sign}{west_s // 3600}:{west_s // 60 % 60:02}:{west_s % 60:02}"
 
 
-def test_peers_begin_and_rest_as_their_hours_turn(swarm: Campaign) -> None:
+def test_peers_rest_as_their_hours_turn_and_as_they_are_told(swarm: Campaign) -> None:
     swarm.start_seed(paced_run(1.0, step_s=0.05))
     turns_at = int(time.time() + 8.0 + 6.0 * start_up_s())
     here = {"TZ": zone_where_it_is_seven_at(turns_at)}
@@ -62,6 +63,33 @@ def test_peers_begin_and_rest_as_their_hours_turn(swarm: Campaign) -> None:
     steps = {event.inner_steps for event in swarm.events("by night", Progress, rested_at)}
     assert len(steps) <= 1, steps
     assert not any(e.contributors > 2 for e in swarm.events("always", RoundCommitted, rested_at + 2.0))
+    pause_and_resume(swarm, swarm.folder / "always")
     children = [child for child in swarm.running() if child.name != "seed"]
     assert {end.reason for end in swarm.leave_together(*children)} == {"stopped"}
     assert len(swarm.events("by night", PeerFinished)) == 1
+
+
+def pause_and_resume(swarm: Campaign, folder: Path) -> None:
+    """Told twice it rests once; a pause outlives the process, and says so."""
+    name = folder.name
+    told = partial(subprocess.run, check=True, capture_output=True, text=True, env=os.environ | environment())
+    for _ in range(2):
+        assert "rests from its next inner step on (process " in told(console("pause", str(folder))).stdout
+    rests = swarm.wait_for(name, Paused)
+    assert rests.reason == "paused by hand"
+    assert swarm.events(name, CheckpointSaved), "it may be switched off now"
+    steps = swarm.events(name, Progress)[-1].inner_steps
+    told(console("resume", str(folder)))
+    goes_on = swarm.wait_for(name, Resumed)
+    assert [one.inner_steps for one in swarm.events(name, Progress) if one.at < goes_on.at][-1] == steps
+    assert len(swarm.events(name, Paused)) == 1
+    swarm.wait_until("trains on", lambda: swarm.events(name, Progress)[-1].inner_steps > steps)
+    told(console("pause", str(folder)))
+    swarm.wait_for(name, Paused, since=goes_on.at)
+    (peer,) = [child for child in swarm.running() if child.name == name]
+    swarm.interrupt(peer)
+    assert swarm.wait([peer], 60.0)
+    again = swarm.start("again", console("join", swarm.ticket, "--folder", str(folder), "--recipe", RECIPE))
+    again.asked_to_end = True
+    swarm.wait_until("is told", lambda: "was paused before" in again.log.read_text())
+    swarm.kill(again)

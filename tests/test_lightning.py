@@ -80,16 +80,6 @@ def test_two_trainers_with_optimizers_stepped_by_hand_end_with_one_model(local_s
         assert "met [(0, 0), (1, 1)]" in output
 
 
-@pytest.mark.swarm
-def test_the_example_runs_as_it_stands(local_swarm: Any) -> None:
-    swarm = local_swarm(peers=2, rounds=4)
-    outputs = swarm.run([sys.executable, str(ROOT / "examples" / "lightning_loop.py"), swarm.ticket])
-    told = [re.findall(r"(\d+) inner steps, loss of the agreed parameters (\S+)", one)[0] for one in outputs]
-    assert told[0][1] == told[1][1]
-    assert float(told[0][1]) < 7  # 6.9 is the variance of what is to be learned
-    assert min(int(steps) for steps, _ in told) > 10
-
-
 def test_without_the_library_one_line_says_what_to_install() -> None:
     program = textwrap.dedent("""
         import sys

@@ -17,7 +17,7 @@ from p2p_co2.telemetry.events import LinkMeasured, Progress, StageProgress
 from p2p_co2.tensors.checkpoint.agreed import state_digest
 from p2p_co2.tensors.checkpoint.folder import load_agreed
 from p2p_co2.trained import Trained
-from p2p_co2.trainer.ranks.gather import gather_folders
+from p2p_co2.trainer.gather import gather_folders
 from p2p_co2.trainer.stages.peer import data_seed
 from tests.campaign import Campaign, console
 from tests.test_swarm import START_S, opened

@@ -223,7 +223,7 @@ def test_the_command_line_imports_our_packages(home: Path) -> None:
 
 
 def test_a_process_whose_stderr_is_closed_works_and_says_nothing() -> None:
-    code = "import p2p_co2.trainer.ranks.words as ranks; ranks.say('to nobody'); print('to stdout')"
+    code = "import p2p_co2.trainer.ranks.collectives as ranks; ranks.say('to nobody'); print('to stdout')"
     status, words = said(["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, code], ROOT)
     assert (status, words) == (0, "to stdout\n")
 

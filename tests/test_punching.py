@@ -16,18 +16,16 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from bootstrap import netns
-from bootstrap.internet import Internet, Machine
 from monitoring.words import describe
-from p2p_co2.errors import EnvironmentFault
 from p2p_co2.net.transport.addresses import is_relayed
 from p2p_co2.net.transport.libp2p import carrier as carrier_room
 from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
@@ -36,22 +34,15 @@ from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.relay import Places
 from p2p_co2.node.links import LinkObserver, LinkPool, Uplink
-from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.telemetry.events import LinkOpened
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import PeerRecord
-from tests.swarms import owned
+from tests.routers import Machine, Nat, Routers, set_kernel_options
 from tests.transport_peers import until
 
-KERNEL = netns.examine()
 LIBERAL = "netfilter/nf_conntrack_tcp_be_liberal"
-pytestmark = [
-    pytest.mark.swarm,
-    pytest.mark.skipif(bool(KERNEL.problem), reason=f"no network namespaces here: {KERNEL.problem}"),
-    pytest.mark.skipif(not KERNEL.masquerade, reason="nft makes no router here"),
-]
-LINE = replace(PROFILES["fibre"], latency_ms=5.0, jitter_ms=0.0, loss=0.0)
-NATS = ("symmetric", "cone", "cone")
+pytestmark = pytest.mark.swarm
+NATS: tuple[Nat, ...] = ("symmetric", "cone", "cone")
 RUN = bytes(32)
 PATIENCE_S = 180.0
 PIECES, PIECE_BYTES = 16, 1 << 18
@@ -109,19 +100,18 @@ class Hidden:
 
 
 @asynccontextmanager
-async def swarm(folder: Path, internet: Internet) -> AsyncIterator[tuple[str, list[Hidden]]]:
+async def swarm(folder: Path, routers: Routers) -> AsyncIterator[tuple[str, list[Hidden]]]:
     """The seed's address, and the hidden peers: one whose router draws ports, and two behind cones of which
     the first tries to punch."""
-    public = [internet.add(name, LINE) for name in ("seed", "b", "c", "d")]
+    public = [routers.add(name) for name in ("seed", "b", "c", "d")]
     # Of two peers that with the smaller id tries: both others are to try with the last.
     identities = sorted((folder / name for name in "xyz"), key=lambda p: Identity.load_or_create(p).peer_id)
-    behind = [internet.add(f"hidden-{nat}-{i}", replace(LINE, nat=nat)) for i, nat in enumerate(NATS)]
+    behind = [routers.add(f"hidden-{nat}-{i}", nat) for i, nat in enumerate(NATS)]
     try:
         for machine in behind:
-            netns.set_kernel_options(machine.router, {LIBERAL: "1"})
-    except EnvironmentFault as error:
+            set_kernel_options(machine.router, {LIBERAL: "1"})
+    except subprocess.CalledProcessError as error:
         pytest.skip(f"this kernel's routers follow sequence numbers: {error}")
-    internet.start()
     async with AsyncExitStack() as stack:
         known: list[str] = []
         for number, machine in enumerate(public):
@@ -165,10 +155,10 @@ async def test_a_relayed_link_becomes_direct_through_a_punched_hole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(carrier_room, "CONNECT_TIMEOUT_S", 5.5)
-    with Internet(KERNEL, tmp_path, seed=1) as internet:
+    with Routers() as routers:
         async with (
             asyncio.timeout(2 * PATIENCE_S),
-            swarm(tmp_path, internet) as (seed, (drawn, first, other)),
+            swarm(tmp_path, routers) as (seed, (drawn, first, other)),
             first.links_to(other) as links,
             drawn.links_to(other) as links_of_drawn,
         ):
@@ -180,12 +170,11 @@ async def test_a_relayed_link_becomes_direct_through_a_punched_hole(
                 await asyncio.sleep(0.2)
             ways = (await ways_to_peers(first.p2p, PATIENCE_S))[other.me]
             assert any(other.machine.public_address in way and not is_relayed(way) for way in ways), ways
-            passed_on, _ = internet.traffic_bytes()["seed"]
+            passed_on = routers.sent_bytes(routers.machines["seed"])
             for _ in range(PIECES):
                 links.post(other.me, bytes(PIECE_BYTES), bulk=True)
             await until(lambda: sum(map(len, other.received)) >= PIECES * PIECE_BYTES, PATIENCE_S)
-            assert internet.traffic_bytes()["seed"][0] - passed_on < PIECES * PIECE_BYTES / 8
+            assert routers.sent_bytes(routers.machines["seed"]) - passed_on < PIECES * PIECE_BYTES / 8
             assert any("(relayed by " in words for words in first.log)
             assert first.log[-1].endswith("by libp2p (direct, through a punched hole)")
             assert all(words.endswith(f"by libp2p (relayed by {seed})") for words in drawn.log)
-    assert owned(os.getpid()) == []

@@ -11,7 +11,6 @@ import pytest
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.protocol.membership import (
     QUIET_BEATS_MISSED,
-    Left,
     Membership,
 )
 from p2p_co2.simnet import EventLog, Settings, Swarm
@@ -19,7 +18,6 @@ from p2p_co2.telemetry.events import PeerLeft
 from p2p_co2.wire.heartbeat import (
     LONGEST_HEARTBEAT_S,
     MEASURED_BEATS,
-    SLOWEST_HEARTBEAT_S,
     quiet_beat_s,
 )
 from p2p_co2.wire.identity import PeerId
@@ -37,16 +35,6 @@ def resting() -> Membership:
     machine.set_rests(True, 0.0)
     machine.messages_to_send()
     return machine
-
-
-def lost_at(machine: Membership, until: float) -> float | None:
-    """When it takes the other for gone, called no sooner than it asks."""
-    while (now := machine.get_timer()) is not None and now < until:
-        machine.handle_timer(now)
-        while (event := machine.next_event()) is not None:
-            if isinstance(event, Left):
-                return now
-    return None
 
 
 def test_short_rounds_have_no_quiet_and_long_ones_a_bounded_one() -> None:
@@ -67,31 +55,6 @@ def test_who_rests_tells_each_other_once_a_slow_beat_and_measures_now_and_then()
             machine.receive(answer if message.nonce else Ping(status=status), OTHER, now + 0.1)
     assert told.total() == pytest.approx(hour_s / QUIET_S, abs=2)
     assert told[True] == pytest.approx(hour_s / (MEASURED_BEATS * QUIET_S), abs=3)
-
-
-def test_who_announced_a_slow_beat_is_missed_after_some_of_them_and_not_before() -> None:
-    at = lost_at(resting(), 1000.0)
-    assert at is not None
-    assert QUIET_BEATS_MISSED * QUIET_S <= at <= (QUIET_BEATS_MISSED + 1) * QUIET_S + SLOWEST_HEARTBEAT_S
-    ever = resting()
-    ever.receive(Ping(status=Status(heartbeat_s=1e9)), OTHER, 0.0)  # a lie is believed up to the longest
-    assert lost_at(ever, 1000.0) == pytest.approx(at, abs=QUIET_S)
-
-
-def test_what_changes_is_told_at_once_and_the_end_of_rest_brings_the_next_beat_forward() -> None:
-    machine = resting()
-    machine.handle_timer(machine.get_timer() or 0.0)
-    machine.messages_to_send()
-    machine.status = Status(versions=[1])
-    machine.announce(30.0)
-    at = machine.get_timer()
-    assert at is not None
-    assert at < 31.0
-    machine.handle_timer(at)
-    ((to, message),) = machine.messages_to_send()
-    assert (to, list(message.status.versions) if isinstance(message, Ping) else None) == (OTHER, [1])
-    machine.set_rests(False, 32.0)
-    assert 32.0 < (machine.get_timer() or 0.0) <= 32.0 + SLOWEST_HEARTBEAT_S
 
 
 def quiet_swarm(round_s: float, **more: Any) -> Settings:

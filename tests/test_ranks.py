@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -30,12 +30,10 @@ from p2p_co2.config import OWN_LOOP, ClockConfig, CodecConfig, OuterConfig, RunC
 from p2p_co2.errors import ConfigError, EnvironmentFault, P2PCo2Error, RunOver, TicketError, TransportError
 from p2p_co2.swarm.data import reseed
 from p2p_co2.tensors.checkpoint.folder import load as load_checkpoint
-from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.sharding import held, trouble_with_cut
 from p2p_co2.testing import local_swarm
-from p2p_co2.trainer.ranks import words as ranks
-from p2p_co2.trainer.ranks.parameters import Division, share_of
-from p2p_co2.trainer.ranks.words import error_of, text_of
+from p2p_co2.trainer.ranks import collectives as ranks
+from p2p_co2.trainer.ranks.collectives import error_of, text_of
 from tests.swarms import ENVIRONMENT, ROOT, START_BOUND_S, Swarm, swarm
 
 SCRIPT = str(ROOT / "tests" / "ranks_peer.py")
@@ -53,43 +51,6 @@ def exact(rounds: int) -> RunConfig:
 
 
 # ---- by hand, and against torch
-
-
-def test_shares_of_a_fragment_are_its_elements_once() -> None:
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))  # 25 and 18 elements
-    plan = plan_fragments(model, 3)
-    rows = {name: one.shape[0] for name, one in model.named_parameters()}
-    sizes = {name: one.numel() for name, one in model.named_parameters()}
-
-    def of(rank: int) -> dict[str, tuple[int, int]]:  # ceil(rows / 2) rows for the first rank
-        cut = {name: -(-rows[name] // 2) * sizes[name] // rows[name] for name in sizes}
-        return {name: (0, cut[name]) if rank == 0 else (cut[name], sizes[name]) for name in sizes}
-
-    division = Division((of(0), of(1)))
-    assert division.missing(sizes) == ""
-    for fragment in plan.fragments:
-        whole = torch.arange(float(fragment.numel))
-        shares = [share_of(fragment, held_) for held_ in division.held]
-        assert sum(share.local.numel for share in shares) == fragment.numel
-        out = torch.full_like(whole, -1.0)
-        for share in shares:
-            values = share.of(whole) if share.local.numel else whole[:0]
-            assert len(values) == share.local.numel == sum(p.stop - p.start for p in share.local.slices)
-            share.into(out, values)
-        assert torch.equal(out, whole)
-
-
-def test_of_equal_copies_the_first_ranks_is_read_and_holes_are_named() -> None:
-    full = {"a": (0, 6), "b": (0, 2)}
-    copies = Division((full, full))
-    assert copies.to_read(0) == full
-    assert copies.to_read(1) == {"a": (0, 0), "b": (0, 0)}
-    assert copies.missing({"a": 6, "b": 2}) == ""
-    replicated_shards = Division(({"a": (0, 3)}, {"a": (3, 6)}, {"a": (0, 3)}, {"a": (3, 6)}))
-    assert replicated_shards.missing({"a": 6}) == ""
-    assert replicated_shards.to_read(2) == {"a": (0, 0)}
-    assert Division(({"a": (0, 3)}, {"a": (4, 6)})).missing({"a": 6}) == "a"
-    assert Division(({"a": (0, 4)}, {"a": (3, 6)})).missing({"a": 6}) == "a"
 
 
 @pytest.fixture(params=range(4))
@@ -141,14 +102,8 @@ def test_other_cuts_are_named() -> None:
     ],
 )
 def test_an_error_is_the_same_in_another_process(error: P2PCo2Error) -> None:
-    there = error_of(text_of(error, 0))
+    there = error_of(json.loads(json.dumps(text_of(error))))
     assert (type(there), str(there)) == (type(error), str(error))
-
-
-def test_an_error_that_is_not_ours_names_its_rank() -> None:
-    there = error_of(text_of(ZeroDivisionError("by zero"), 3))
-    assert isinstance(there, EnvironmentFault)
-    assert "rank 3 of this peer ended with ZeroDivisionError: by zero; " in str(there)
 
 
 def test_a_rank_that_joins_alone_is_told_what_it_waits_for(
@@ -164,6 +119,7 @@ def test_a_rank_that_joins_alone_is_told_what_it_waits_for(
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "new_group", wait)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
     monkeypatch.setattr(ranks, "SILENCE_FLOOR_S", 0.01)
     ranks.Ranks()
     assert "rank 0 of 4" in told
@@ -305,12 +261,7 @@ def test_a_rank_that_dies_ends_the_peer_on_all_others(
         for rank, (status, output) in enumerate(ended):
             if rank != dies:
                 assert status == 1, output
-                # Some hear only of rank 0's end, whose own output names the one that died.
-                named = {dies} if rank == 0 else {dies, 0}
-                found = re.search(r"rank (\d) of the 3 ranks that are this peer has ended; see .*", output)
-                assert found, output
-                assert int(found[1]) in named
-                assert "start all ranks again" in last_error(output)
+                assert "start all ranks again" in output
         start(running, "again", "ddp", "peer", steps=3)
         running.wait("again")
         assert min(map(int, re.findall(r"starts at (\d+) of", running.log("again")))) > 0
@@ -362,7 +313,7 @@ def test_a_ctrl_c_stops_all_ranks_with_the_same_step(tmp_path: Path) -> None:
     with swarm(tmp_path, exact(10**4)) as running:
         start(running, "group", "fsdp", "peer", step_s=0.05)
         ends_at = time.monotonic() + START_BOUND_S
-        while not list(tmp_path.glob("peer/checkpoint/state-*.safetensors")) and time.monotonic() < ends_at:
+        while not list(tmp_path.glob("peer/checkpoint/state-*/manifest.json")) and time.monotonic() < ends_at:
             time.sleep(0.1)
         running.processes["group"].send_signal(signal.SIGINT)
         running.processes["group"].wait(START_BOUND_S)

@@ -416,13 +416,14 @@ def make():
 
 
 def checkpoint_of(run: RunConfig, own: nn.Module | None = None) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """A checkpoint whose agreed parameters are random; and those. ``own``: a model that is no recipe's."""
+    """A checkpoint whose agreed parameters are random; and those, without what is frozen. ``own``: a model
+    that is no recipe's."""
     model = own or load_recipe(run.recipe, run.recipe_options, seed=0).model
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (one for one in model.parameters() if one.requires_grad):
             parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    agreed = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    agreed = {name: one.detach().clone() for name, one in model.named_parameters() if one.requires_grad}
     plan = plan_fragments(model, run.fragments)
     live = LiveParameters(model, plan)
     states = tuple(outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments)
@@ -435,6 +436,7 @@ def checkpoint_of(run: RunConfig, own: nn.Module | None = None) -> tuple[Checkpo
         position=1.0,
         inner_steps=7,
         tokens=70,
+        parameters=tuple((name, tuple(one.shape)) for name, one in agreed.items()),
     )
     return saved, agreed
 

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
+import re
 from collections import Counter
 
 import pytest
 
-from p2p_co2.digest import digest
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.protocol.rounds import (
     Aborted,
     Began,
     Committed,
-    Offer,
-    OutcomeWithoutBytes,
     PayloadShape,
     ReduceWanted,
     Stale,
-    open_decision,
+    offer_state,
     parts,
 )
-from p2p_co2.protocol.rounds.attempt import seal_begin
 from p2p_co2.protocol.rounds.history import History
+from p2p_co2.protocol.rounds.member import NEXT
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PIECE_BYTES
-from tests.round_machine import DIGEST, begun_member, drain, offer_of, one_machine, part_of
-from tests.round_network import RUN, Faults, Network, contributors_of, make_identity
+from tests.round_machine import begun_member, drain, offer_of, one_machine
+from tests.round_network import Faults, Network, contributors_of, make_identity
+from tests.swarms import ROOT
 
 # ---- by hand
 
@@ -49,28 +47,6 @@ def test_one_peer_alone_commits_at_once() -> None:
     assert contributors_of(committed) == [{me: 2.0}]
     assert machine.messages_to_send() == []
     assert machine.get_timer() is None
-
-
-def test_three_peers_agree_on_what_was_computed_by_hand() -> None:
-    net = Network(3)
-    net.offer_all()
-    net.run_until_settled()
-    committed = net.committed()
-    assert len(committed) == 3
-    expected = bytes(
-        sum(int(net.weight(name)) * net.payload(name)[i] for name in net.names) % 256 for i in range(128)
-    )
-    assert {bytes(event.mean) for event in committed.values()} == {expected}
-    assert not net.refused
-    assert all(event.group == tuple(net.names) for event in committed.values())
-
-
-def test_a_healthy_round_sends_each_slice_and_each_mean_once() -> None:
-    net = Network(5)
-    net.offer_all()
-    net.run_until_settled()
-    kinds = Counter(message.__class__.__name__ for _, _, message in net.sent)
-    assert kinds == {"Ready": 4, "Waiting": 4, "Begin": 4, "Part": 20, "Mean": 20, "Result": 20}
 
 
 def test_it_is_told_what_nobody_needs_any_more() -> None:
@@ -183,20 +159,6 @@ def test_agreement_under_loss_duplication_and_reordering(loss: float) -> None:
         assert outcomes["Aborted"] <= 10
 
 
-def test_a_peer_that_could_not_get_the_bytes_is_told_who_has_them() -> None:
-    net = Network(4)
-    unlucky = coordination_order(net.names, 0, 1)[-1]
-    net.on_send = lambda source, to, message: not (isinstance(message, wire.Mean) and to == unlucky)
-    net.offer_all()
-    net.run_until_settled()
-    ending = net.endings()[unlucky]
-    assert isinstance(ending, OutcomeWithoutBytes)
-    assert ending.ends_offer
-    assert len(net.committed()) == 3
-    outcome = open_decision(wire.Decision.FromString(ending.decision), RUN, net.shape)
-    assert digest(net.committed()[ending.donors[0]].mean[:32]) == outcome.parts[0].digest
-
-
 # ---- our own mistakes are loud
 
 
@@ -215,55 +177,7 @@ def test_offers_that_do_not_fit_are_local_errors() -> None:
         machine.receive(wire.Ping(), make_identity(1).peer_id, 0.0)
 
 
-def test_an_offer_ends_when_the_state_moves_past_it() -> None:
-    machine = one_machine(1)
-    machine.offer(offer_of(), 0.0)
-    machine.set_state(0, 1, DIGEST)
-    (event,) = [event for event in drain(machine) if isinstance(event, Aborted)]
-    assert event.reason == "version 1 is the agreed state now"
-
-
-def test_an_offer_ends_when_its_state_is_healed_at_the_same_version() -> None:
-    machine, begin, first, _ = begun_member()
-    other = hashlib.sha256(b"the majority's").digest()
-    machine.set_state(0, 0, DIGEST)  # no news: the offer stays open
-    assert drain(machine) == []
-    machine.set_state(0, 0, other)
-    (event,) = drain(machine)
-    assert isinstance(event, Aborted)
-    assert "replaced by another state" in event.reason
-    machine.offer(Offer(0, 1, 0, other, bytes(128), 2.0), 1.0)
-    machine.receive(begin, first, 1.5)  # answers the READY of before: nobody's fault
-    assert drain(machine) == []
-
-
 # ---- offers that are withdrawn
-
-
-def test_a_withdrawn_offer_ends_and_may_be_made_again() -> None:
-    machine, begin, first, other = begun_member()
-    assert machine.withdraw(0, "the bytes are nowhere", 0.5)
-    (event,) = drain(machine)
-    assert event == Aborted(0, 1, "the bytes are nowhere", b"")
-    (gone,) = [message for _, message in machine.messages_to_send()]
-    assert isinstance(gone, wire.Ready)
-    assert gone.withdrawn
-    assert not machine.withdraw(0, "twice", 0.6)
-    assert drain(machine) == []
-    machine.offer(offer_of(weight=3.0), 1.0)
-    machine.receive(begin, first, 1.1)  # for the READY that we withdrew: no offence, no effect
-    machine.receive(part_of(), other, 1.2)
-    assert not any(isinstance(message, wire.Part) for _, message in machine.messages_to_send())
-    for member in begin.members:
-        member.weight = 3.0
-    seal_begin(begin, first)
-    machine.receive(begin, first, 1.3)
-    assert machine.withdraw(0, "after BEGIN", 2.0)
-    assert [type(event) for event in drain(machine)] == [Aborted]
-    assert machine.get_timer() is not None  # the others may count on it until they, too, give up
-    for peer in (first, other):
-        machine.receive(wire.Result(key=begin.key, gave_up=True), peer, 2.1)
-    assert machine.get_timer() is None
 
 
 @pytest.mark.parametrize("role", [0, -1])
@@ -287,3 +201,23 @@ def test_everybody_has_an_ending_though_one_withdraws_and_offers_again(role: int
         assert net.refused == []
         assert net.peers[fickle].machine.get_timer() is None
         assert len({peer.states[0] for peer in net.peers.values() if peer.name != fickle}) == 1
+
+
+# ---- states
+
+
+def test_the_states_and_what_may_follow_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    drawn = {
+        state: re.findall("`([A-Z][a-z]+)`", following)
+        for state, following in re.findall(r"^\| `([A-Z][a-z]+)` \|.*\|([^|]*)\|$", page, re.MULTILINE)
+    }
+    offers = {state: following and (following,) for state, following in offer_state.NEXT.items()}
+    coded = {state.__name__: [one.__name__ for one in of or ()] for state, of in {**offers, **NEXT}.items()}
+    assert drawn == coded
+
+
+def test_a_state_that_does_not_follow_is_a_bug() -> None:
+    state = offer_state.OfferState(offer_of(), 0.0)
+    with pytest.raises(LocalProtocolError):
+        state.become(offer_state.Waiting())

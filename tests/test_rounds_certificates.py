@@ -20,12 +20,12 @@ from p2p_co2.protocol.rounds import (
     Rounds,
     open_decision,
 )
-from p2p_co2.protocol.rounds.rank import coordination_order
+from p2p_co2.protocol.rounds.member import Signed
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import Identity, PeerId
 from tests.certificates import certify, signed_mean
 from tests.round_machine import DIGEST, SHAPE, begun_member, drain, offer_of, one_machine
-from tests.round_network import RUN, Network, contributors_of, make_identity
+from tests.round_network import RUN, make_identity
 
 IDS = sorted((make_identity(index) for index in range(3)), key=lambda one: one.peer_id)
 
@@ -128,7 +128,8 @@ def whole(machine: Rounds, begin: wire.Begin, coordinator: PeerId, other: PeerId
 def outcome_signed(machine: Rounds) -> bytes:
     member = machine._fragments[0].member
     assert member is not None
-    return member._outcome
+    assert isinstance(member.state, Signed)
+    return member.state.outcome
 
 
 def test_a_second_equal_vote_of_three_commits_and_is_passed_on_as_a_certificate() -> None:
@@ -178,27 +179,6 @@ def test_a_member_that_gives_up_waits_for_all_who_live_and_commits_no_more_by_it
     assert identity.peer_id == other
 
 
-def test_the_next_attempt_of_a_round_is_not_joined_before_the_one_that_was_left_is_over() -> None:
-    machine, begin, coordinator, other = begun_member()
-    whole(machine, begin, coordinator, other)
-    assert machine.withdraw(0, "its owner wants the line", 1.0)
-    assert any(isinstance(m, wire.Result) and m.gave_up for _, m in machine.messages_to_send())
-    machine.offer(offer_of(weight=3.0), 1.1)
-    assert not [m for _, m in machine.messages_to_send() if isinstance(m, wire.Ready) and not m.withdrawn]
-    for peer in (coordinator, other):
-        machine.receive(wire.Result(key=begin.key, gave_up=True), peer, 1.2)
-    assert [m for _, m in machine.messages_to_send() if isinstance(m, wire.Ready) and not m.withdrawn]
-
-
-def test_an_attempt_that_was_asked_about_before_its_begin_came_is_not_joined() -> None:
-    machine, begin, coordinator, other = begun_member()
-    machine.receive(wire.AskOutcome(key=begin.key), other, 0.1)
-    answers = [m for _, m in machine.messages_to_send() if isinstance(m, wire.Result)]
-    assert [message.gave_up for message in answers] == [True]
-    machine.receive(begin, coordinator, 0.2)
-    assert machine.stage(0) == "asking"
-
-
 @pytest.mark.parametrize(("signers", "is_believed"), [((0, 1), True), ((), False)])
 def test_a_commit_of_others_is_believed_if_most_live_peers_are_in_it(
     signers: tuple[int, ...], is_believed: bool
@@ -227,45 +207,3 @@ def test_a_commit_of_others_is_believed_if_most_live_peers_are_in_it(
     assert [event.round for event in told] == [3] * is_believed
     machine.set_state(0, 2, DIGEST)
     assert machine.next_commit(0) is None
-
-
-# ---- owners that go
-
-
-def test_a_mean_that_one_member_holds_of_a_lost_owner_is_passed_on() -> None:
-    net = Network(5)
-    order = coordination_order(net.names, 0, 1)
-    owner, first = order[-1], order[1]
-
-    def on_send(source: PeerId, to: PeerId, message: object) -> bool:
-        if isinstance(message, wire.Mean) and source == owner and net.peers[owner].alive:
-            if to == first:
-                net.at(net.now + 0.06, lambda: net.crash(owner))
-            return to == first
-        return True
-
-    net.on_send, net.detect_s = on_send, 0.5
-    net.offer_all()
-    net.run(60.0)
-    assert net.committed().keys() == set(net.names) - {owner}
-    counted = {peer for event in net.committed().values() for part in contributors_of(event) for peer in part}
-    assert owner in counted  # it was its mean that was passed on
-    net.check_agreement()
-
-
-def test_a_part_whose_mean_nobody_holds_goes_to_the_next_owner_by_rank() -> None:
-    net = Network(5)
-    owner = coordination_order(net.names, 0, 1)[-1]
-
-    def on_send(source: PeerId, to: PeerId, message: object) -> bool:
-        if isinstance(message, wire.Mean) and source == owner:
-            net.crash(owner)
-            return False
-        return True
-
-    net.on_send, net.detect_s = on_send, 0.5
-    net.offer_all()
-    net.run(60.0)
-    assert net.committed().keys() == set(net.names) - {owner}
-    assert any(isinstance(m, wire.Mean) and m.generation == 1 for _, _, m in net.sent)
-    net.check_agreement()

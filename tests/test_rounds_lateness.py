@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from p2p_co2.protocol.rounds import Committed, PayloadShape
 from p2p_co2.protocol.rounds.deadline import SAFETY
 from p2p_co2.protocol.rounds.parts import Rates, divide
-from p2p_co2.protocol.rounds.repute import FORGIVING, HARDEST, LATE, LEAST, Lateness
+from p2p_co2.protocol.rounds.repute import FORGIVING, HARDEST, LATE_TIMES, LEAST, Lateness
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Begin, Mean
 from tests.round_network import Network, contributors_of
@@ -18,7 +18,7 @@ A, B, C, D = (PeerId(name) for name in "abcd")
 
 def test_by_hand() -> None:
     lateness = Lateness()
-    lateness.owners_took({A: 1.0, B: 1.2, C: LATE, D: 0.5}, 60.0)
+    lateness.owners_took({A: 1.0, B: 1.2, C: LATE_TIMES, D: 0.5}, 60.0)
     assert [lateness.of_claim(peer) for peer in (A, B, C, D)] == [1.0] * 4  # as links differ
     lateness.owners_took({A: 1.0, B: 1.2, C: 3.5, D: 0.5}, 60.0)
     assert lateness.of_claim(C) == pytest.approx(1.0 / 3.5)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.ledger import weights_of
+from p2p_co2.protocol.ledger import LATEST_BASE, agreed_base, weights_of
 from p2p_co2.protocol.rounds import PayloadShape, claimed_weights, counted_weights, open_decision
 from p2p_co2.protocol.rounds.attempt import Share, capped, read_contributors
 from p2p_co2.protocol.rounds.events import ReduceJob
@@ -97,3 +97,11 @@ def test_all_peers_hold_the_mean_and_the_weights_that_it_was_made_with() -> None
     # Whoever has no defence in its run refuses to read it: the two do not meet, their digests differ.
     with pytest.raises(RemoteProtocolError, match="wrong contributors"):
         open_decision(decision, RUN, PayloadShape(8, (16,)))
+
+
+def test_one_claim_of_an_old_base_sets_no_gap_penalty_for_all() -> None:
+    honest = [(9, 4.0), (9, 4.0), (8, 3.0)]
+    assert agreed_base(honest, 10) == 9
+    assert agreed_base([*honest, (0, 4.0)], 10) == 9
+    assert agreed_base([(9, 1.0), (8, 1.0)], 10) == 8  # the lower one
+    assert agreed_base([(0, 1e15), *honest], 10) == 9 - LATEST_BASE  # whatever it claims to weigh

@@ -229,7 +229,9 @@ def test_an_offer_without_any_timer_is_caught(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_offer_that_never_ends_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its timers never come: what is left is that it is open for too long."""
-    without_end(monkeypatch, lambda fragment: None if fragment.offer is None else fragment.offered_at + 1e6)
+    without_end(
+        monkeypatch, lambda fragment: None if fragment.open is None else fragment.open.offered_at + 1e6
+    )
     swarm = Swarm(storm_settings(5, peers=6), EventLog())
     swarm.world.call_at(200.0, swarm.stop)
     result = swarm.run()

@@ -31,7 +31,7 @@ from p2p_co2.protocol.pipeline import Key, Place, Work
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.recipes import Recipe, load_run_recipe, recipe_digest
 from p2p_co2.tensors.checkpoint.folder import save
-from p2p_co2.trainer.ranks.gather import gather_folders
+from p2p_co2.trainer.gather import gather_folders
 from p2p_co2.trainer.stages.peer import StagePeer, TrainedGroup
 from p2p_co2.trainer.stages.work import Crossings, Done, StageWork
 from p2p_co2.wire.identity import PeerId

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from bootstrap.local_swarm import Child, LocalSwarm, environment
-from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.config import ClockConfig, RunConfig, write_toml
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.system.process import program
 from p2p_co2.telemetry.events import (
@@ -30,7 +30,6 @@ from p2p_co2.telemetry.events import (
 )
 from p2p_co2.telemetry.journal import read_events
 from p2p_co2.ticket import Ticket
-from p2p_co2.trainer.arrival import GATHER_BOUND_S
 from tests import campaign
 from tests.campaign import Campaign
 
@@ -109,7 +108,7 @@ def test_two_peers_agree_over_each_carrier(tmp_path: Path) -> None:
             losses = [event.loss for event in swarm.events("one", Progress) if event.loss == event.loss]
             assert losses[-1] < losses[0]
             assert max(event.contributors for event in swarm.events("one", RoundCommitted)) == 2
-            assert list((swarm.folder / "one" / "checkpoint").glob("state-*.safetensors"))
+            assert list((swarm.folder / "one" / "checkpoint").glob("state-*/manifest.json"))
 
 
 def test_a_daemon_dies_a_peer_leaves_at_ctrl_c_and_comes_back_and_two_ctrl_cs_end_at_once(
@@ -173,7 +172,7 @@ def end_at_once(swarm: Campaign, peer: Child) -> None:
     ]
 
 
-def test_seeds_die_and_come_back_and_who_has_another_recipe_or_no_seed_is_told(
+def test_seeds_die_and_come_back_or_are_replaced_by_peers_and_who_cannot_join_is_told(
     swarm: Campaign, tmp_path: Path
 ) -> None:
     here, other = tmp_path / "recipe.py", tmp_path / "other.py"
@@ -190,7 +189,7 @@ def test_seeds_die_and_come_back_and_who_has_another_recipe_or_no_seed_is_told(
     second = swarm.start("seed2", program("bootstrap", "seed", "--also", swarm.ticket, *place), environment())
     ticket_of_both = swarm.wait_for_line(second, "ticket:", START_S)
     assert Ticket.parse(ticket_of_both).run_key == ticket.run_key
-    assert len({seed.rpartition("/")[2] for seed in Ticket.parse(ticket_of_both).seeds}) == 2
+    assert len(peers_in(ticket_of_both)) == 2
     assert_refused(swarm, refused)
 
     swarm.kill(first)
@@ -211,7 +210,34 @@ def test_seeds_die_and_come_back_and_who_has_another_recipe_or_no_seed_is_told(
     swarm.interrupt(back)
     assert swarm.wait([back], LEAVE_S)
     assert back.exit_status() == 0
+    swarm.ticket = ticket_of_both
+    come_in_by_a_peers_ticket(swarm, second, own)
     assert right.running()
+
+
+def come_in_by_a_peers_ticket(swarm: Campaign, seed: Child, recipe: str) -> None:
+    """With the last seed gone: a later ticket names peers, and those keep the run's settings."""
+    swarm.join("two", recipe=recipe)
+    ticket = swarm.folder / "one" / "ticket"
+
+    seeds = peers_in(swarm.ticket)
+    swarm.wait_until(
+        "both are named", lambda: ticket.exists() and len(peers_in(ticket.read_text()) - seeds) == 2
+    )
+    swarm.kill(seed)
+    swarm.ticket = ticket.read_text().strip()
+    for _ in range(3):
+        child = swarm.join("three", recipe=recipe)
+        child.asked_to_end = True  # its end is looked at here
+        swarm.wait_until("a round", lambda: contributors(swarm, "three") > 1 or not child.running())  # noqa: B023
+        if child.running():
+            return
+        assert "are not in the DHT" in child.last_lines(), child.last_lines()
+    raise AssertionError("nobody came in")
+
+
+def peers_in(ticket: str) -> set[str]:
+    return {place.rpartition("/")[2] for place in Ticket.parse(ticket).seeds}
 
 
 def assert_refused(swarm: Campaign, refused: dict[str, Child]) -> None:
@@ -228,39 +254,31 @@ def assert_refused(swarm: Campaign, refused: dict[str, Child]) -> None:
         assert "Traceback" not in said
 
 
-def test_the_demo_ends_with_a_summary_and_nothing_running(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    options = ["--peers", "2", "--seconds", "10", "--round-s", "2", "--folder", str(folder)]
+def test_a_demo_and_a_rehearsal_end_with_a_summary_and_nothing_running(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(write_toml(run_of(0).model_copy(update={"clock": ClockConfig(round_s=2.0)})))
+    commands = {
+        "demo": ["demo", "--round-s", "2"],
+        "rehearsal": ["rehearse", str(run_file), "--profile", "dsl"],
+    }
     with LocalSwarm(tmp_path) as parent:
-        demo = parent.start("demo", program("bootstrap", "demo", *options), environment())
-        assert parent.wait([demo], 2 * START_S), demo.last_lines()
-        assert demo.exit_status() == 0, demo.last_lines(40)
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["digests_equal"] is True
-    assert summary["loss"]["end"] < summary["loss"]["start"]
-    assert 1_000_000 <= summary["parameters"] <= 2_000_000
-    assert not [pid for pid in summary["processes"].values() if psutil.pid_exists(pid)]
+        for kind, words in commands.items():
+            given = [*words, "--peers", "2", "--seconds", "10", "--folder", str(tmp_path / kind)]
+            parent.start(f"{kind}-command", program("bootstrap", *given), environment())
+        assert parent.wait(parent.children, 2 * START_S), [one.last_lines() for one in parent.children]
+        for child in parent.children:
+            assert child.exit_status() == 0, child.last_lines(40)
+    demo, rehearsal = (json.loads((tmp_path / kind / "summary.json").read_text()) for kind in commands)
+    for summary in (demo, rehearsal):
+        assert summary["digests_equal"] is True
+        assert not [pid for pid in summary["processes"].values() if psutil.pid_exists(pid)]
+    assert demo["loss"]["end"] < demo["loss"]["start"]
+    assert 1_000_000 <= demo["parameters"] <= 2_000_000
     for name in ("events.jsonl", "loss.png", "checkpoint"):
-        assert (folder / name).exists()
-
-
-def test_a_swarm_whose_peer_cannot_start_ends_at_once(tmp_path: Path) -> None:
-    """The others stood at "starting" for two minutes, and it was told only then."""
-    folder = tmp_path / "run"
-    (folder / "peers").mkdir(parents=True)
-    (folder / "peers" / "peer-2").write_text("")
-    with LocalSwarm(tmp_path) as parent:
-        options = ["--peers", "2", "--seconds", "60", "--folder", str(folder)]
-        demo = parent.start(
-            "demo", program("p2p_co2.cli", "rehearse", "--in-carrier", *options), environment()
-        )
-        assert parent.wait([demo], 0.5 * GATHER_BOUND_S), demo.last_lines()
-        assert demo.exit_status() == 1
-    told = demo.last_lines(40)
-    assert "error: peer-2 ended before the training began, with status 1; its last lines" in told
-    assert "peer-2: not a folder; name another folder with --folder" in told
-    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    assert not [command for command in commands if str(folder) in " ".join(command)]
+        assert (tmp_path / "demo" / name).exists()
+    assert "carriers slowed down on loopback" in rehearsal["emulation"]
+    assert rehearsal["lines"]["peer-1"]["name"] == "dsl"
+    assert rehearsal["rounds"]["duration_s"]["mean"] > 0.16, "four ways of 40 ms at least"
 
 
 def test_ctrl_c_ends_a_demo_with_all_its_processes(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation.centred import centred
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import plan_fragments
+from p2p_co2.trainer.gather import gather_folders
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
-from p2p_co2.trainer.ranks.gather import gather_folders
 from p2p_co2.trainer.views import NodeView
 from p2p_co2.wire.messages_pb2 import Status
 from p2p_co2.wire.schedule import OfferState

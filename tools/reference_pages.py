@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import json
 import re
 import sys
 import textwrap
@@ -34,9 +35,11 @@ from monitoring import facts
 from monitoring.metrics import FactsCollector
 from p2p_co2 import errors
 from p2p_co2.cli import main as cli
+from p2p_co2.cli.command import SERVICES, variable_of
 from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.peer_options import PeerOption, peer_options
 from p2p_co2.recipes import Recipe, Stages, TiedTable
-from p2p_co2.swarm.joining import Options
+from p2p_co2.swarm.joining import taken_by_name
 from p2p_co2.telemetry.events import EVENT_TYPES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -57,6 +60,19 @@ p2p-co2 join TICKET --config peer.toml
 ```
 
 An option on the command line goes before the file. In a program, `PeerConfig` has the same fields.
+"""
+STUB = """# Made by `make docs` from the code: declare an option on PeerConfig, or in swarm.joining._join.
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from torch import nn
+
+from p2p_co2.config import PeerConfig
+from p2p_co2.swarm.joining import EventSink
+
+class Options(TypedDict, total=False):
 """
 EXIT_STATUS = """A command that cannot go on prints one line on stderr, `error: ...`, which says what to do.
 
@@ -156,8 +172,6 @@ def command_line() -> str:
 
 
 def _on_environment() -> str:
-    if not any(_environment(one) for command in commands().values() for one in command.params):
-        return ""
     return " An option that is not given has the value of its environment variable, if that is set."
 
 
@@ -194,12 +208,14 @@ def _options(command: Any) -> Iterator[tuple[str, ...]]:
             name, default = f"{spelt} {_metavar(option)}".strip(), _default_of(option)
         words = getattr(option, "help", "") or ""
         assert words, f"{command.name}: {option.name} has no help"
-        yield name, default, words, code(_environment(option))
+        yield name, default, words, code(_environment(command, option))
 
 
-def _environment(option: Any) -> str:
-    value = getattr(option, "envvar", None)
-    return value if isinstance(value, str) else ", ".join(value or ())
+def _environment(command: Any, option: Any) -> str:
+    if value := getattr(option, "envvar", None):
+        return value if isinstance(value, str) else ", ".join(value)
+    is_read = command.name in SERVICES and option.param_type_name == "option"
+    return variable_of(option.name) if is_read else ""
 
 
 def _default_of(option: Any) -> str:
@@ -284,36 +300,27 @@ def _allowed(field: FieldInfo) -> str:
     return ", ".join([kind, *(f"{signs[name]} {value}" for name, value in bounds.items())])
 
 
-def peer_file() -> str:
+def peer_file(kind: type[PeerConfig] = PeerConfig) -> str:
+    """Tables of the tables of a peer file, from what the fields of ``kind`` declare."""
     text = f"# Peer file\n\n{MADE}\n\n{PEER_FILE}"
-    text += _peer_section(PeerConfig, "Settings")
-    for name, field in PeerConfig.model_fields.items():
-        if (table_of := _table(field)) is not None:
-            text += _peer_section(table_of, f"`[{name}]`")
+    sections: dict[tuple[str, ...], list[PeerOption]] = {}
+    for option in peer_options(kind).values():
+        sections.setdefault(option.place[:-1], []).append(option)
+    for tables, options in sections.items():
+        rows = [
+            (
+                code(one.place[-1]), _toml(one.field), _allowed(one.field), _flag_of(one), one.declared.help,
+            )
+            for one in options
+        ]  # fmt: skip
+        title = f"`[{'.'.join(tables)}]`" if tables else "Settings"
+        text += f"\n## {title}\n\n{table(('key', 'default', 'values', 'option', ''), rows)}"
     return text
 
 
-def _peer_section(kind: type[BaseModel], title: str) -> str:
-    by_key = {_key_of(option): option for option in _shown(commands()["join"])}
-    told, rows = field_words(kind), []
-    for name, field in kind.model_fields.items():
-        if _table(field) is None:
-            option = by_key.get(name)
-            spelt = f"`{option.opts[0]}`" if option is not None else ""
-            words = told.get(name) or getattr(option, "help", "") or ""
-            rows.append((code(name), _toml(field), _allowed(field), spelt, words))
-    head = ("key", "default", "values", "option", "")
-    return f"\n## {title}\n\n{table(head, rows)}\n{marked(kind.__doc__ or '')}\n"
-
-
-def _key_of(option: Any) -> str:
-    """The key of the peer file that an option of ``join`` sets."""
-    others = {
-        "upload": "upload_bytes_per_s",
-        "download": "download_bytes_per_s",
-        "checkpoint_every": "checkpoint_every_s",
-    }
-    return others.get(str(option.name), str(option.name))
+def _flag_of(option: PeerOption) -> str:
+    is_shown = option.declared.on_command_line and not option.declared.hidden
+    return code(option.flag) if is_shown else ""
 
 
 def field_words(kind: Any) -> dict[str, str]:
@@ -340,7 +347,7 @@ def python_api() -> str:
         thing = getattr(p2p_co2, name)
         text += f"\n## {name}\n\n"
         if not inspect.isclass(thing):
-            text += _function(f"co2.{name}", thing) + (_join_options() if name == "join" else "")
+            text += _function(f"co2.{name}", thing) + (join_options() if name == "join" else "")
         elif issubclass(thing, BaseModel):
             kind = "run" if thing is RunConfig else "peer"
             text += f"{marked(thing.__doc__ or '')}\n\nIts fields: the [{kind} file]({kind}-file.md).\n"
@@ -358,14 +365,22 @@ def _recipes() -> str:
     return text + f"\n### Stages.of_sequential()\n\n{_function('Stages.of_sequential', Stages.of_sequential)}"
 
 
-def _join_options() -> str:
-    """What ``join`` and all that is built on it take by name; those of the command line in its words."""
-    told, asked = field_words(Options), {one.name: one.help for one in _shown(commands()["join"])}
+def join_options(kind: type[PeerConfig] = PeerConfig) -> str:
+    """What ``join`` and all that is built on it take by name."""
     rows = [
-        (f"`{name}`", f"`{hint.__forward_arg__}`", told.get(name) or asked[name])
-        for name, hint in Options.__annotations__.items()
+        (f"`{name}`", f"`{hint}`", words)
+        for name, (hint, words) in ((one.name, one.annotation) for one in taken_by_name(kind).values())
     ]
     return f"\n### Options\n\n{table(('option', 'type', ''), rows)}"
+
+
+def options_stub() -> str:
+    """The same for type checkers and editors."""
+    text = STUB
+    for one in taken_by_name().values():
+        hint, words = one.annotation
+        text += f"    {one.name}: {hint}\n    {json.dumps(words)}\n"
+    return text
 
 
 def _integrations() -> str:
@@ -588,9 +603,9 @@ MAKERS: dict[str, Callable[[], str]] = {
     "reference/command-line.md": command_line, "reference/run-file.md": run_file,
     "reference/peer-file.md": peer_file, "reference/python-api.md": python_api,
     "reference/exit-status.md": exit_status, "reference/http-api.md": http_api,
-    "reference/metrics.md": metrics, "events.md": event_pages,
+    "reference/metrics.md": metrics, "events.md": event_pages, "../p2p_co2/swarm/options.pyi": options_stub,
 }  # fmt: skip
-"""What makes each page, by its path in ``docs``."""
+"""What makes each page, and the types of what ``join`` takes, by the path from ``docs``."""
 
 
 def pages() -> dict[str, str]:

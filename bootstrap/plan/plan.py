@@ -22,7 +22,6 @@ from p2p_co2.planning.exchange import Link, link_of
 from p2p_co2.planning.forecast import Forecast, Setting, even_fragments, forecast, setting_of
 from p2p_co2.planning.memory import TRAIN_BYTES, MemoryPlan, Room, plan_memory
 from p2p_co2.planning.profiles import profile_of
-from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.system.extras import require
 from p2p_co2.system.machine import available_memory_bytes
 from p2p_co2.wire.limits import MAX_MEMBERS
@@ -59,11 +58,9 @@ def make_plan(options: PlanOptions) -> Plan:
     tokens = 0
     train_bytes = TRAIN_BYTES * options.parameters
     if not (fragments and step_s):
-        take_back()
         from bootstrap.plan.step import load_model, measure_step
         from p2p_co2.tensors.device import training_device
 
-        hand_over()
         options = replace(options, device=training_device(options.device).name)
         recipe, counted = load_model(run, options.device)
         if not fragments:

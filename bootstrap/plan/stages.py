@@ -36,7 +36,6 @@ from p2p_co2.simnet.stage_forecast import (
     cheapest_change,
     forecast_stages,
 )
-from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.wire.limits import MAX_MEMBERS
 
 COPIES = 8
@@ -104,11 +103,9 @@ def make_staged_plan(options: PlanOptions) -> StagedPlan:
         if given:
             raise ConfigError.of_option(option, f"leave it out for a run with stages: {why}")
     links, link_source = read_links(options, run.seed)
-    take_back()
     from bootstrap.plan.step import stage_costs
     from p2p_co2.tensors.device import training_device
 
-    hand_over()
     device = training_device(options.device).name
     costs, tokens, source = stage_costs(run, options.step_s, device, options.threads)
     sources = {"links": link_source, "computing": source}

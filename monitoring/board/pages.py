@@ -26,7 +26,18 @@ from monitoring.columns import (
 )
 from monitoring.facts import ENDED, OF_STAGES, ONLINE, PeerFacts, RoundFacts, StageFacts, SwarmFacts, Trouble
 from monitoring.history import AGREED, MAX_LINES, SWARM, Happening
-from monitoring.words import ago, clock, date, exchange, figure, percent, plain, size
+from monitoring.words import (
+    ago,
+    clock,
+    date,
+    exchange,
+    figure,
+    missed_advice,
+    missed_words,
+    percent,
+    plain,
+    size,
+)
 from p2p_co2.telemetry.view import numbered
 from p2p_co2.wire.limits import MAX_FRAGMENTS
 
@@ -187,6 +198,7 @@ def staleness_told(facts: SwarmFacts) -> Told:
         "staleness-mean": ("Mean staleness", figure(facts.staleness_mean, 2), "outer steps", applied),
         "delay": ("Send to apply", delay, "inner steps", "mean over all applied"),
         "late": ("Late or partial exchanges", odd, "", of),
+        "missed": ("Slices not counted", missed_words(facts.missed) or "0", "", missed_advice(facts.missed)),
         "oldest": ("Oldest fragment", clock(oldest), "min:s", f"on {label}" if label else ""),
     }
 
@@ -289,7 +301,7 @@ class PeersPage(Page):
         super().__init__(frame)
         of_stages = ("stage", "waiting") if frame.model.facts().stages else ()
         shown = ("peer", "state", *of_stages, "device", "tokens", "share", "tokens_per_s", "loss",
-                 "staleness", "used", "up", "links", "software")  # fmt: skip
+                 "staleness", "missed", "used", "up", "links", "software")  # fmt: skip
         columns = [
             *(PEER[name] for name in shown),
             Column("Seen, s ago", COUNT, self._seen_s),

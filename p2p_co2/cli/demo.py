@@ -86,7 +86,7 @@ class RunWatch(ConsoleWatch):
         )  # fmt: skip
         summary = summarise(self.view, facts)
         if self._emulation:
-            summary |= self._of_lines(end)
+            summary |= self._of_lines()
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         first = (self.view.started_at, 0)
         last = (self.view.last_at, summary["tokens"])
@@ -114,13 +114,12 @@ class RunWatch(ConsoleWatch):
         if self._board is not None:
             self._board.close()
 
-    def _of_lines(self, end: RunEnd) -> dict[str, Any]:
+    def _of_lines(self) -> dict[str, Any]:
         profiles = {line.peer: line.profile for line in self._lines}
         since = self._steady.since() or 0.0
         return {
             "emulation": self._emulation,
-            "lines": {line.peer: {**asdict(line.profile), "address": line.address} for line in self._lines},
+            "lines": {line.peer: asdict(line.profile) for line in self._lines},
             "steady": self._steady.figures(),
-            "exchanges": exchange_figures(self.view, end.traffic, profiles, since),
-            "forwarder": end.forwarded or None,
+            "exchanges": exchange_figures(self.view, (), profiles, since),
         }

@@ -10,7 +10,6 @@ import typer
 from bootstrap.options import OwnRecipe, says
 from p2p_co2.cli.models import checkpoint_of
 from p2p_co2.errors import ConfigError
-from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.ticket import PREFIX, read_ticket
 
 
@@ -32,10 +31,8 @@ def gather(
     tickets = [source for source in sources if source.startswith(PREFIX)]
     if tickets and len(sources) > 1:
         raise ConfigError.of_option("FOLDER", "give folders, or one ticket alone")
-    take_back()
-    from p2p_co2.trainer.ranks.gather import gather_folders, gather_swarm
+    from p2p_co2.trainer.gather import gather_folders, gather_swarm
 
-    hand_over()
     if tickets:
         taken = gather_swarm(tickets[0], out, recipe)
     else:

@@ -1,16 +1,13 @@
 """The console script ``p2p-co2``: reads the command line, starts an application, turns errors into one line.
 
-It is the only place that wires the applications together (the demo of ``bootstrap`` is watched by
-``monitoring``); each file beside it holds a group of commands. ``--help``, ``--version`` and completion
-import neither torch nor hivemind. A mistake of the user's gives one line on stderr that says how to mend it,
-several in a file a line each, and exit status 2 (this machine or the network at fault: 1; the run over: 3);
-a traceback is left to bugs and ``--verbose``."""
+It alone wires the applications together: ``monitoring`` watches the demo of ``bootstrap``. Each file beside
+it holds a group of commands. ``--help``, ``--version`` and completion import neither torch nor hivemind. A
+mistake on the command line is told by typer. One in a file or a ticket is a line on stderr that says how to
+mend it, several a line each. Both have exit status 2 (this machine or the network at fault: 1; the run over:
+3). A traceback is left to bugs and ``--verbose``."""
 
 from __future__ import annotations
 
-from p2p_co2.system.ctrl_c import hand_over  # before all that takes time
-
-# isort: split
 import errno
 import sys
 import traceback
@@ -21,21 +18,18 @@ import typer
 
 from bootstrap.options import says
 from p2p_co2.cli import models, organise, try_out, views, volunteer
-from p2p_co2.cli.command import LINE, LOUDNESS, SETTINGS, Commands, Loudness, add
+from p2p_co2.cli.command import LINE, LOUDNESS, SETTINGS, Loudness, add
 from p2p_co2.cli.gather import gather
-from p2p_co2.cli.mistakes import Mistake, explained
 from p2p_co2.cli.model import model
 from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
 
-hand_over()
 app = typer.Typer(
     name="p2p-co2",
-    cls=Commands,
     help="Volunteers train one PyTorch model together over the internet.",
     epilog="`p2p-co2 COMMAND -h` explains a command. `p2p-co2 demo` is a start.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
     context_settings=SETTINGS,
 )
 GROUPS: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
@@ -46,7 +40,7 @@ GROUPS: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
     "Organise": {
         "init": (organise.init, "Print a run file with every setting explained."),
         "plan": (organise.plan, "What a run costs on given links, and whether they bear it."),
-        "rehearse": (organise.rehearse, "The run over emulated internet lines."),
+        "rehearse": (organise.rehearse, "The run over slowed lines, on this machine."),
         "seed": (organise.seed, "Publish a run and print its ticket."),
     },
     "Volunteer": {
@@ -76,18 +70,11 @@ for _group, _commands in GROUPS.items():
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> int:
-    """Run one command. Returns the exit status of an error; a command that ends by itself raises
-    ``SystemExit``."""
+    """Run one command. Returns the exit status of an error; a command that ends by itself, and a mistake on
+    the command line, raise ``SystemExit``."""
     LINE.set([program, *(sys.argv[1:] if arguments is None else arguments)])
     try:
-        status = app(
-            args=None if arguments is None else list(arguments), prog_name=program, standalone_mode=False
-        )
-    except Mistake as mistake:
-        if type(mistake).__name__ == "NoArgsIsHelpError":  # its text is the help
-            print(mistake, file=sys.stderr)
-            return 2
-        return _report(str(explained(mistake)), 2)
+        app(args=None if arguments is None else list(arguments), prog_name=program)
     except LocalProtocolError:
         raise  # a bug of ours: the traceback is the report
     except P2PCo2Error as error:
@@ -96,7 +83,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> in
         if error.strerror is None:
             raise
         return _report(_in_words(error), 1)
-    sys.exit(status if isinstance(status, int) else 0)
+    return 0
 
 
 def _status_of(error: P2PCo2Error) -> int:

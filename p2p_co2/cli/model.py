@@ -10,7 +10,6 @@ import typer
 
 from bootstrap.options import OwnRecipe, says
 from p2p_co2.cli.models import checkpoint_of
-from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.ticket import PREFIX, read_ticket
 
 
@@ -32,17 +31,13 @@ def model(
     ] = None,
 ) -> None:
     """Write the trained model as safetensors that from_pretrained loads."""
-    take_back()
     from p2p_co2.trained import refuse_used, write_model
 
-    hand_over()
     refuse_used(out)
     source = read_ticket(source)
     if source.startswith(PREFIX):
-        take_back()
-        from p2p_co2.trainer.ranks.gather import gather_swarm
+        from p2p_co2.trainer.gather import gather_swarm
 
-        hand_over()
         out.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as place:
             whole = Path(place) / "checkpoint"

@@ -11,7 +11,6 @@ import typer
 
 from bootstrap.options import OwnRecipe, says
 from p2p_co2.cli.options import OwnData, OwnText, OwnTokens, own_data
-from p2p_co2.system.ctrl_c import hand_over, take_back
 
 
 def checkpoint_of(folder: Path) -> Path:
@@ -34,10 +33,8 @@ def sample(
     recipe: OwnRecipe = "",
 ) -> None:
     """Generate text from a checkpoint."""
-    take_back()
     from p2p_co2.trained import Trained
 
-    hand_over()
     print(Trained.load(checkpoint, recipe).sample(prompt, length, seed))
 
 
@@ -51,11 +48,9 @@ def evaluate(
 ) -> None:
     """Held-out loss of a checkpoint, as its recipe measures it (byte-gpt: nats per token), on Python's own
     text unless other data is named."""
-    take_back()
     from p2p_co2.tensors.checkpoint.folder import load_agreed
     from p2p_co2.trained import Trained
 
-    hand_over()
     loss = Trained.load(checkpoint, recipe, own_data(data, text, tokens)).held_out_loss()
     if not as_json:
         print(f"{loss:.4f}")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bootstrap.options import RELAY, UPNP, Profile, says
+from bootstrap.options import Profile, says
 
 TicketWord = Annotated[
     str,
@@ -18,7 +18,6 @@ TicketWord = Annotated[
         "$P2P_CO2_TICKET if absent.",
     ),
 ]  # fmt: skip
-NETWORK = "Network"
 TRAINED = "What is trained"
 OwnData = Annotated[
     Path | None, says("Your own data, for a run's own recipe that takes some.", rich_help_panel=TRAINED)
@@ -28,17 +27,6 @@ OwnTokens = Annotated[Path | None, says("Your own file of token ids.", rich_help
 ConfigFile = Annotated[
     Path | None, says("A file with these options; the command line wins.", "--config", metavar="PEER.toml")
 ]
-Device = Annotated[str | None, says("auto (a GPU if torch can use one), cpu, cuda or cuda:1.")]
-Carrier = Annotated[str | None, says("auto, grpc or libp2p.", rich_help_panel=NETWORK)]
-ListenOn = Annotated[
-    str | None,
-    says("Address to listen on; all of this machine's, if the seeds are elsewhere.", rich_help_panel=NETWORK),
-]
-AnnounceHost = Annotated[str | None, says("Address that others dial.", rich_help_panel=NETWORK)]
-GrpcPort = Annotated[int | None, says("For what peers send each other; 0 for any.", rich_help_panel=NETWORK)]
-Libp2pPort = Annotated[int | None, says("For finding peers, and relays; 0 for any.", rich_help_panel=NETWORK)]
-Upnp = Annotated[bool | None, says(UPNP, "--upnp/--no-upnp", rich_help_panel=NETWORK)]
-Relay = Annotated[bool | None, says(RELAY, "--relay/--no-relay", rich_help_panel=NETWORK)]
 
 
 def own_data(data: Path | None, text: Path | None, tokens: Path | None) -> dict[str, str]:

@@ -9,8 +9,7 @@ from dataclasses import asdict
 from functools import partial
 
 from bootstrap.options import PlanOptions, RehearsalOptions, SeedOptions
-from p2p_co2.cli.command import LOUDNESS, Loudness, takes
-from p2p_co2.system.ctrl_c import hand_over, take_back
+from p2p_co2.cli.command import LOUDNESS, Loudness
 
 
 def init() -> None:
@@ -21,7 +20,6 @@ def init() -> None:
     print(DEFAULT_RUN_FILE.replace('salt = ""' + " " * len(salt), f'salt = "{salt}"'), end="")
 
 
-@takes(PlanOptions)
 def plan(options: PlanOptions) -> int:
     """Whether links bear a run, what it will cost on them, and what to change. The verdict comes first."""
     from p2p_co2.config import read_run_config
@@ -36,18 +34,14 @@ def plan(options: PlanOptions) -> int:
     return run_plan(options, is_brief=is_brief)
 
 
-@takes(RehearsalOptions)
 def rehearse(options: RehearsalOptions) -> int:
-    """The run over emulated internet lines, before anybody is invited: needs root for real packets."""
-    take_back()
+    """The run over slowed lines on this machine, before anybody is invited."""
     from bootstrap.rehearsal import run_rehearsal
     from p2p_co2.cli.demo import RunWatch
 
-    hand_over()
     return run_rehearsal(options, partial(RunWatch, loudness=LOUDNESS.get()))
 
 
-@takes(SeedOptions)
 def seed(options: SeedOptions) -> int:
     """Publish a run and print its ticket; peers find each other through this process, which never trains."""
     from bootstrap.seed import Invitation, doubt_of, serve_run
@@ -61,8 +55,8 @@ def seed(options: SeedOptions) -> int:
     def invite(invitation: Invitation) -> None:
         say(doubt_of(invitation))
         told = {name: value for name, value in asdict(invitation).items() if name != "others"}
-        print(json.dumps(told) if options.as_json else invitation.ticket, flush=True)
+        print(json.dumps(told) if options.json else invitation.ticket, flush=True)
 
-    if options.as_json or is_quiet:
+    if options.json or is_quiet:
         return serve_run(options, say, invite)
     return serve_run(options, partial(print, flush=True))

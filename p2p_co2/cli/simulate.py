@@ -56,8 +56,8 @@ def read_churn(text: str) -> float:
 
 
 def run_simulation(options: SimulationOptions, say: Callable[[str], None] = print) -> int:
-    """Play it and print its figures, as JSON if that was asked for, else ``say`` each line; 0 if every law
-    held, 130 if somebody stopped it. Raises ``ConfigError``, ``EnvironmentFault``."""
+    """Play it and print its figures: as JSON if that was asked for, else ``say`` each line. Returns 0 if
+    every law held, 130 if somebody stopped it. Raises ``ConfigError``, ``EnvironmentFault``."""
     if options.storm and options.stages > 1:
         return play_storm(options, say)
     settings = settings_of(options)

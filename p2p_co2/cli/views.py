@@ -15,7 +15,6 @@ import typer
 from bootstrap.options import says
 from p2p_co2.cli.command import LOUDNESS, Loudness
 from p2p_co2.errors import ConfigError
-from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.system.extras import require
 from p2p_co2.system.folders import observer_folder, peer_folders
 from p2p_co2.system.process import holder_of, is_kept
@@ -50,10 +49,8 @@ def board(
 ) -> None:
     """Serve the dashboard of a run, seen from outside: no training, no change to the run."""
     require("board", "the board")
-    take_back()  # nothing to give back yet, and these imports take a second
     from monitoring.board.server import place_for, run_board
 
-    hand_over()
     place = place_for(host, port, token)
     feed, history = _feed(source, folder, "board")
     raise typer.Exit(run_board(feed, place, history))
@@ -65,10 +62,8 @@ def watch(
     seconds: Annotated[float, says("End after this; 0 for never.")] = 0.0,
 ) -> None:
     """Show a run in this terminal, for machines reached over ssh. Ctrl-C ends it."""
-    take_back()
     from monitoring.terminal import watch_feed
 
-    hand_over()
     feed, _ = _feed(source, folder, "watch")
     raise typer.Exit(watch_feed(feed, seconds))
 
@@ -81,11 +76,9 @@ def status(
 ) -> None:
     """Say in some lines how a run is: its state, round, peers, and what is wrong. Without a ticket or folder:
     the peers of this machine. Exit status 0, also if nobody trains; 1 if the run cannot be reached."""
-    take_back()
     from monitoring.status import look
     from monitoring.terminal import print_status
 
-    hand_over()
     if not source and not os.environ.get(TICKET_VARIABLE):
         _print_own_peers(as_json)
         return
@@ -137,10 +130,8 @@ def metrics(
 ) -> None:
     """Copy a run's figures to TensorBoard or Weights & Biases while it goes on. Exit status 1 if the run was
     never reached."""
-    take_back()
     from monitoring.sinks import export_feed, open_sinks
 
-    hand_over()
     sinks = open_sinks(tensorboard, wandb)
     feed, _ = _feed(source, folder, "metrics")
     raise typer.Exit(export_feed(feed, sinks, seconds))
@@ -155,10 +146,7 @@ def _feed(source: str, folder: Path | None, command: str) -> tuple[Feed, Path | 
         source = read_ticket(f"@{place / 'ticket'}")  # a seed's folder, or that of an own loop
     if source.startswith(PREFIX):
         ticket = Ticket.parse(source)
-        take_back()
         from p2p_co2.node.reporting import Observer
-
-        hand_over()
         from p2p_co2.system.process import claim, require_supported_platform
 
         require_supported_platform()

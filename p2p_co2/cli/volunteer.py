@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import shlex
 from functools import partial
@@ -13,17 +12,17 @@ import typer
 
 from bootstrap.options import Parent, says
 from p2p_co2.cli import options as shared
-from p2p_co2.cli.command import LINE, LOUDNESS, Loudness, variable_of
+from p2p_co2.cli.command import LINE, LOUDNESS, Loudness, PeerSettings, variable_of
+from p2p_co2.config import STAGES
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.system.ctrl_c import hand_over, take_back
+from p2p_co2.peer_options import peer_config
 from p2p_co2.system.folders import OLD_PEER, data_home, peer_folder, peer_folders
 from p2p_co2.system.governor import Wish, WishFile
 from p2p_co2.system.process import holder_of, is_kept
 from p2p_co2.ticket import TICKET_VARIABLE, Ticket, is_of_run, read_ticket
 
-_GUEST = "A guest on your machine"
-_BOARD = "Board"
-_STAGES = "Runs with stages"
+NOTHING = PeerSettings()
+"""No setting of a peer was given."""
 
 
 def doctor(
@@ -36,147 +35,68 @@ def doctor(
             "machine alone if absent.",
         ),
     ] = "",
-    config_file: shared.ConfigFile = None,
-    folder: Annotated[Path | None, says("Where join will keep its checkpoints.")] = None,
-    device: shared.Device = None,
-    threads: Annotated[int | None, says("CPU threads for training.")] = None,
-    carrier: shared.Carrier = None,
-    host: shared.ListenOn = None,
-    announce_host: shared.AnnounceHost = None,
-    grpc_port: shared.GrpcPort = None,
-    libp2p_port: shared.Libp2pPort = None,
-    upnp: shared.Upnp = None,
-    as_json: Annotated[bool, says("Print JSON; plan --link reads it.", "--json")] = False,
-) -> None:
+    config: shared.ConfigFile = None,
+    json: Annotated[bool, says("Print JSON; plan --link reads it.", "--json")] = False,
+    settings: PeerSettings = NOTHING,
+) -> int:
     """Look whether this machine can take part, and how, before anything is downloaded; give it join's
     options. Exit status 0: all well; 1: works with limits; 2: cannot work."""
-    from p2p_co2.peer_options import peer_config
     from peers.doctor import run_doctor
 
     if ticket or os.environ.get(TICKET_VARIABLE):
         ticket = read_ticket(ticket)
-
-    config = peer_config(
-        config_file,
-        {
-            "folder": folder, "device": device, "limits.threads": threads, "carrier": carrier, "host": host,
-            "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
-            "upnp": upnp,
-        },
-        ticket or None,
-        lambda: data_home() / "runs",
-    )  # fmt: skip
-    is_quiet = LOUDNESS.get() is Loudness.QUIET and not as_json
+    made = peer_config(config, settings, ticket or None, lambda: data_home() / "runs")
+    is_quiet = LOUDNESS.get() is Loudness.QUIET and not json
 
     def say(line: str) -> None:
         if not (is_quiet and line.startswith("ok ")):
             print(line)
 
-    raise typer.Exit(run_doctor(config, ticket, as_json, say))
+    return run_doctor(made, ticket, json, say)
 
 
 def join(
+    context: typer.Context,
     ticket: shared.TicketWord = "",
-    config_file: shared.ConfigFile = None,
-    folder: Annotated[
-        Path | None, says("Keeps identity, checkpoints and events; one for each run, if absent.")
-    ] = None,
-    name: Annotated[str | None, says("What others see beside the peer's id.")] = None,
-    device: shared.Device = None,
-    batch: Annotated[int | None, says("Sequences per inner step; 0 for the recipe's.")] = None,
-    min_peers: Annotated[int | None, says("Wait (bounded) for this many before training.")] = None,
+    config: shared.ConfigFile = None,
     resume: Annotated[
         bool, says("Insist on the checkpoint in the folder: it is gone on from anyway.", "--resume")
     ] = False,
     start_over: Annotated[bool, says("Begin anew, whatever was trained before.", "--start-over")] = False,
-    checkpoint_every: Annotated[
-        float | None, says("Between checkpoints; 0 for what 100 GB of writes a day allow.", metavar="SECONDS")
-    ] = None,
     recipe: Annotated[
         str, says("This run's own recipe, here.", metavar="FILE.py:function", rich_help_panel=shared.TRAINED)
     ] = "",
     data: shared.OwnData = None,
     text: shared.OwnText = None,
     tokens: shared.OwnTokens = None,
-    upload: Annotated[
-        str | None,
-        says("Most to send: bytes per second, or 500k, 2M, 20Mbit.", metavar="RATE", rich_help_panel=_GUEST),
-    ] = None,
-    download: Annotated[
-        str | None, says("Most to receive, likewise.", metavar="RATE", rich_help_panel=_GUEST)
-    ] = None,
-    hours: Annotated[
-        str | None,
-        says("Train only then, local time: 22:00-07:00, or several with commas.", rich_help_panel=_GUEST),
-    ] = None,
-    threads: Annotated[
-        int | None, says("CPU threads for training; 0 for the number of cores.", rich_help_panel=_GUEST)
-    ] = None,
-    carrier: shared.Carrier = None,
-    host: shared.ListenOn = None,
-    announce_host: shared.AnnounceHost = None,
-    grpc_port: shared.GrpcPort = None,
-    libp2p_port: shared.Libp2pPort = None,
-    upnp: shared.Upnp = None,
-    relay: shared.Relay = None,
-    board: Annotated[
-        bool | None,
-        says(
-            "Serve a page on loopback; idle until looked at.",
-            "--board/--no-board",
-            rich_help_panel=_BOARD,
-        ),
-    ] = None,
-    board_port: Annotated[int | None, says("Of that page; 0 for any.", rich_help_panel=_BOARD)] = None,
-    stage: Annotated[
-        int | None, says("Which to hold, from 0; else the neediest.", rich_help_panel=_STAGES)
-    ] = None,
+    settings: PeerSettings = NOTHING,
     restart_stage: Annotated[
         bool,
         says(
             "With --stage, where nobody has that stage any more: begin it anew.",
             "--restart-stage",
-            rich_help_panel=_STAGES,
+            rich_help_panel=STAGES,
         ),
     ] = False,
-    slow_line: Annotated[str | None, says("Of a rehearsal without root.", hidden=True)] = None,
     parent: Parent = 0,
 ) -> None:
     """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once."""
-    from p2p_co2.peer_options import bytes_per_s, peer_config
-
-    if restart_stage and stage is None:
+    if restart_stage and settings["stage"] is None:
         raise ConfigError.of_option("--restart-stage", "say which stage is to begin anew, with --stage N")
     is_typed = bool(ticket)
     ticket = read_ticket(ticket)
-    config = peer_config(
-        config_file,
-        {
-            "folder": folder, "name": name, "device": device, "batch": batch, "stage": stage,
-            "carrier": carrier, "host": host, "announce_host": announce_host, "grpc_port": grpc_port,
-            "libp2p_port": libp2p_port, "min_peers": min_peers, "slow_line": slow_line, "board": board,
-            "board_port": board_port, "upnp": upnp, "relay": relay,
-            "checkpoint_every_s": checkpoint_every,
-            "limits.threads": threads, "limits.hours": hours,
-            "limits.upload_bytes_per_s": bytes_per_s("--upload", upload),
-            "limits.download_bytes_per_s": bytes_per_s("--download", download),
-        },
-        ticket,
-        partial(_peer_folder, ticket),
-    )  # fmt: skip
-    take_back()
+    made = peer_config(config, settings, ticket, partial(_peer_folder, ticket))
     from peers.daemon import JoinOptions, import_slow, join_run
 
     options = JoinOptions(
-        ticket=ticket, config=config, recipe=recipe, data=shared.own_data(data, text, tokens), resume=resume,
+        ticket=ticket, config=made, recipe=recipe, data=shared.own_data(data, text, tokens), resume=resume,
         start_over=start_over or restart_stage, parent=parent,
     )  # fmt: skip
     import_slow()
     from p2p_co2.cli.join import JoinWatch
 
-    hand_over()
-    again = "" if parent else _again(config.folder, is_typed)
-    join_run(options, JoinWatch(loudness=LOUDNESS.get(), come_back=again, folder=config.folder))
+    again = "" if parent else _again(context, made.folder, is_typed)
+    join_run(options, JoinWatch(loudness=LOUDNESS.get(), come_back=again, folder=made.folder))
 
 
 def _peer_folder(ticket: str) -> Path:
@@ -189,19 +109,23 @@ def _peer_folder(ticket: str) -> Path:
 
 
 _ANEW = {"--start-over", "--restart-stage"}
-_NOT_AGAIN = {TICKET_VARIABLE, *map(variable_of, _ANEW)}
 
 
-def _again(folder: Path, is_typed: bool) -> str:
+def _again(context: typer.Context, folder: Path, is_typed: bool) -> str:
     """The command that goes on later where this one ends, with the variables that it read; where no ticket
     was typed, that of ``folder``."""
     words = [f"@{folder}/ticket" if word == "-" else word for word in LINE.get() if word not in _ANEW]
     words += [] if is_typed else [f"@{folder}/ticket"]
     if folder.name.startswith("peer-") and folder.is_relative_to(data_home()):
         words += ["--folder", str(folder)]  # the first free one may be another's by then
-    ours = {variable_of(name) for name in inspect.signature(join).parameters} - _NOT_AGAIN
-    given = (f"{name}={shlex.quote(value)} " for name, value in os.environ.items() if name in ours and value)
-    return "".join(given) + shlex.join(words)
+    read = {
+        variable_of(option.name): value
+        for option in context.command.params
+        if option.name and not _ANEW & set(option.opts)
+        if (value := os.environ.get(variable_of(option.name)))
+    }
+    read.pop(TICKET_VARIABLE, None)
+    return "".join(f"{name}={shlex.quote(value)} " for name, value in read.items()) + shlex.join(words)
 
 
 PeerFolder = Annotated[

@@ -4,27 +4,29 @@
 
     trainer = lightning.Trainer(callbacks=[SwarmCallback(TICKET)], max_steps=-1)
 
-It joins when training starts, exchanges after each optimizer step (never between the micro-steps of
-``accumulate_grad_batches``), gives the training data this peer's own order, and stops the trainer when the
-run is over. Then it leaves, and the module holds the agreed parameters; a trainer that must go on, as with
+It joins when training starts and exchanges after each optimizer step, never between the micro-steps of
+``accumulate_grad_batches``. The training data gets this peer's own order. It stops the trainer when the run
+is over. Then it leaves, and the module holds the agreed parameters; a trainer that must go on, as with
 ``min_steps``, trains them further by itself. Rates are those of Lightning's schedulers, or the run's with
 ``lr_schedule``. Checkpoints: Lightning's hold the live parameters and its own counters; what the swarm has
-agreed on takes their place when training starts again.
-"""
+agreed on takes their place when training starts again."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import Tensor
 
 from p2p_co2.swarm.counting import batch_tokens
 from p2p_co2.swarm.data import reseed, warn_of_a_stream
-from p2p_co2.swarm.joining import Options, check_names, join
+from p2p_co2.swarm.joining import check_names, join
 from p2p_co2.swarm.swarm import Swarm
 from p2p_co2.system.extras import require
 from p2p_co2.tensors.private import fetcher_of
+
+if TYPE_CHECKING:
+    from p2p_co2.swarm.options import Options
 
 require("lightning", "SwarmCallback")
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402  # once it is known to be there

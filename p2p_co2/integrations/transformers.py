@@ -18,16 +18,19 @@ the Trainer's. So ``resume_from_checkpoint`` goes on with the Trainer's counters
 from __future__ import annotations
 
 import sys
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 
 from p2p_co2.swarm.counting import BatchCounter
 from p2p_co2.swarm.data import reseed, warn_of_a_stream
-from p2p_co2.swarm.joining import Options, check_names, join
+from p2p_co2.swarm.joining import check_names, join
 from p2p_co2.swarm.swarm import Swarm, at_exit
 from p2p_co2.system.extras import require
+
+if TYPE_CHECKING:
+    from p2p_co2.swarm.options import Options
 
 require("transformers", "SwarmCallback")
 from transformers import TrainerCallback  # noqa: E402  # once it is known to be there

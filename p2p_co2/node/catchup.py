@@ -1,15 +1,15 @@
 """When and how this peer catches up: carries out ``catchup.policy`` with the machine and the tensor side.
 
-Laws: what is adopted is what the peers that this one hears agree on, by digest, as far as they can be asked;
-a state that a majority contradicts is refused and its donors counted; one that less than half have reached is
-not loaded unless two of them hold it. A round is replayed only upon the state that it was made upon, and only
-if most of those that this peer is with made it. Replay is preferred: it knows whether this peer's own work is
-in the missed means.
+Laws: what is adopted is what the peers that this one hears agree on, by digest. A state that a majority
+contradicts is refused and its donors counted. One that less than half have reached is not loaded unless two
+of them hold it. A round is replayed only upon the state that it was made upon, if most of those that this
+peer is with made it. Replay is preferred: it knows whether this peer's own work is in the missed means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 
 from p2p_co2.digest import digest as digest_of
@@ -18,10 +18,11 @@ from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.state import Effects, PeerState
 from p2p_co2.protocol.catchup import goals, policy
 from p2p_co2.protocol.catchup.machine import CatchUp
-from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Mine, Move, Said, View, Why
+from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, HeldState, Mine, Move, PeerReport, View, Why
 from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, agreed_mean
 from p2p_co2.protocol.membership import Membership, PeerInfo
 from p2p_co2.protocol.rounds import PayloadShape, Rounds, open_decision, signers_of
+from p2p_co2.system.memory import Buffer
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.heartbeat import SLOWEST_HEARTBEAT_S
 from p2p_co2.wire.identity import PeerId
@@ -60,8 +61,8 @@ class Agreement:
         revision = self._membership.revision
         if known is None or known[0] != revision:
             view = {
-                peer: Said(
-                    Held(info.versions[fragment], info.digests[fragment]),
+                peer: PeerReport(
+                    HeldState(info.versions[fragment], info.digests[fragment]),
                     info.status.phase,
                     info.status.offers_for(fragment),
                 )
@@ -75,13 +76,15 @@ class Agreement:
         agreed = self._state.agreed[fragment]
         local = self._state.local
         is_done = local.phase == Status.DRAINING or fragment in local.finished
-        return Mine(Held(agreed.version, agreed.digest), self._state.past(fragment), local.phase, is_done)
+        return Mine(
+            HeldState(agreed.version, agreed.digest), self._state.past(fragment), local.phase, is_done
+        )
 
     def at(self, fragment: int) -> tuple[View, Mine]:
         """What ``policy`` decides from."""
         return self.view(fragment), self.mine(fragment)
 
-    def objection(self, fragment: int, held: Held, givers: Collection[PeerId]) -> str:
+    def objection(self, fragment: int, held: HeldState, givers: Collection[PeerId]) -> str:
         """What speaks against a state that was loaded, in words; empty if nothing does."""
         view, mine = self.at(fragment)
         if policy.is_contradicted(view, mine, givers, held):
@@ -101,7 +104,7 @@ class Agreement:
     def is_most(self, group: set[PeerId], signers: Collection[PeerId], fragment: int, version: int) -> bool:
         """Whether at least half of the peers that train now and have yet to offer for ``fragment`` are in
         ``group``. Those of it that have finished since count, too. A certificate may name anybody as a
-        member: so half of them must be ``signers``, and one alone counts where half have reached the
+        member, so half of them must be ``signers``. One signer counts where half have reached the
         ``version``, as they say themselves."""
         live = self._heard()
         training = {peer for peer, info in live.items() if info.status.offers_for(fragment)}
@@ -131,7 +134,7 @@ class Agreement:
 
 
 @dataclass
-class Target:
+class Destination:
     """Where a fragment is being brought, and why."""
 
     version: int
@@ -139,6 +142,22 @@ class Target:
     donors: tuple[PeerId, ...]
     why: Why
     from_version: int
+
+
+async def fetch_buffers(
+    machine: CatchUp, goal: goals.Goal, within_s: float, now: Callable[[], float], pump: Callable[[], None]
+) -> Buffer:
+    """All bytes of a ``goal`` of buffers; empty if nobody gave them in time."""
+    taken = asyncio.get_running_loop().create_future()
+    machine.take_buffers = lambda data: None if taken.done() else taken.set_result(data)
+    machine.fetcher.want(goal, now())
+    pump()
+    try:
+        data: Buffer = await asyncio.wait_for(taken, within_s)
+    except TimeoutError:
+        machine.fetcher.forget(goal.fragment, now())
+        return b""
+    return data
 
 
 class CatchupController:
@@ -157,7 +176,7 @@ class CatchupController:
         self._run = run
         self._shape = shape
         self._do = effects
-        self._targets: dict[int, Target] = {}
+        self._targets: dict[int, Destination] = {}
         self._noticed_at: dict[int, tuple[Why, float]] = {}
         self._again_at: dict[int, float] = {}
         """When one that could not be brought up is tried again: all have said by then where they are."""
@@ -167,7 +186,7 @@ class CatchupController:
         """What was known when the others were looked at last; None to look again, news or not."""
         machine.fetcher.ask_swarm(
             lambda donor, fragment, version, digest: policy.bears_out(
-                *agreement.at(fragment), donor, Held(version, digest)
+                *agreement.at(fragment), donor, HeldState(version, digest)
             )
         )
         state.when_moved(self._moved)
@@ -194,7 +213,7 @@ class CatchupController:
         if (agreed.version >= version and not diverged) or self._state.local.phase == Status.PAUSED:
             return False
         if known is None:
-            self._targets[fragment] = Target(version, digest, donors, Why.AHEAD, agreed.version)
+            self._targets[fragment] = Destination(version, digest, donors, Why.AHEAD, agreed.version)
             self._fetch_next(fragment, whole=diverged)
         elif known.version < version:
             known.version = version
@@ -204,8 +223,7 @@ class CatchupController:
         return True
 
     def _moved(self, fragment: int, agreed: AgreedVersion) -> None:
-        """A fragment has moved. If that is as far as it was to be brought, what is still on its way is of no
-        use: over a slow line minutes of it."""
+        """A fragment has moved. Once it is as far as it was to be brought, nothing more is fetched."""
         target = self._targets.get(fragment)
         if target is None or target.why is Why.OTHER or agreed.version < target.version:
             return
@@ -262,7 +280,7 @@ class CatchupController:
             )
             self._do.report(ev.Warned, text=text)
         donors = self._donors(fragment, move.version, move.digest)
-        self._targets[fragment] = Target(move.version, move.digest, donors, move.why, here)
+        self._targets[fragment] = Destination(move.version, move.digest, donors, move.why, here)
         self._fetch_next(fragment, whole=move.why is Why.OTHER)
 
     # ---- fetching
@@ -275,6 +293,10 @@ class CatchupController:
                 self._do.refuse(event.peer, event.reason, event.detail)
             case goals.Loading():
                 self._do.report(ev.StateLoading, **asdict(event))
+            case goals.Fetched(goal=goals.Goal(what=goals.BUFFERS)):
+                self._machine.take_buffers(event.data)
+            case goals.FetchFailed(goal=goals.Goal(what=goals.BUFFERS)):
+                self._machine.take_buffers(b"")
             case goals.Fetched():
                 self._do.spawn(self._take(event))
             case goals.FetchFailed(goal=goal):
@@ -385,7 +407,7 @@ class CatchupController:
         if goes_back and not self._other_history(fragment):
             self._drop_target(fragment)  # the others have come to us meanwhile
             return
-        held = Held(event.version, event.digest)
+        held = HeldState(event.version, event.digest)
         try:  # as when it was promised, but for what was heard since
             if words := self._agreement.objection(fragment, held, event.donors):
                 raise DigestMismatch(words)

@@ -20,7 +20,7 @@ from p2p_co2.protocol.rounds import events as said
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
-from p2p_co2.wire.messages_pb2 import Decision, Outcome
+from p2p_co2.wire.messages_pb2 import Decision, Missed, Outcome
 
 CAPPED_TOLD_S = 60.0
 """That a peer counts for far less than it claims is told so often at most."""
@@ -58,6 +58,11 @@ class CommitHandler:
                 do.spawn(self._check(event))
             case said.Committed():
                 do.spawn(self._committed(event))
+            case said.MissedSlices():
+                do.report(
+                    ev.SliceMissed, fragment=event.fragment, round=event.round, parts=event.parts,
+                    reason=Missed.Name(event.reason).lower(), owners=tuple(event.owners),
+                )  # fmt: skip
             case said.Aborted():
                 do.report(ev.RoundAborted, fragment=event.fragment, round=event.round, reason=event.reason)
                 do.spawn(self._ledger.abort(event.fragment, event.offer_id))

@@ -27,7 +27,7 @@ from p2p_co2.node.router import Inbox
 from p2p_co2.node.shell import Shell
 from p2p_co2.node.state import LocalProgress, PeerState
 from p2p_co2.node.status import StatusWriter, SwarmNews, Times
-from p2p_co2.protocol.catchup.goals import Shape, chunk_bytes_of
+from p2p_co2.protocol.catchup.goals import TransferSizes, chunk_bytes_of
 from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.ledger import AgreedVersion, Ledger
 from p2p_co2.protocol.membership import Joined, Left, Membership
@@ -69,7 +69,7 @@ class Node(Shell):
         membership = Membership(me, quiet_beat_s(pace.round_s) if by_time else 0.0, model)
         self.rounds = Rounds(identity, group, shape)
         chunk_bytes = shape.chunk_bytes or chunk_bytes_of(state_bytes)
-        sizes = Shape(shape.mean_bytes, tuple(state_bytes), chunk_bytes, shape.scale)
+        sizes = TransferSizes(shape.mean_bytes, tuple(state_bytes), chunk_bytes, shape.scale)
         self.catchup = CatchUp(identity, group, sizes, self.rounds.is_everywhere)
         self.rounds.when_begun(self.catchup.donor.history.shrink)
         # what follows from their events

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Blame, RemoteProtocolError, blame_of
 from p2p_co2.node.meter import Pace
 from p2p_co2.node.state import Effects
 from p2p_co2.protocol.catchup.machine import CatchUp
@@ -63,18 +63,6 @@ SHUT_OUT_S = 60.0
 DOUBLED_AT_MOST = 6
 """Times: to an hour."""
 MAX_SENDERS = MAX_PEERS
-GRAVE = frozenset({
-    "unreadable", "unknown message", "too large", "wrong message size", "bad status", "unknown fragment",
-    "wrong signature", "wrong digest length", "wrong attempt length", "wrong attempt", "bad peer id",
-    "impossible weight", "impossible rate", "impossible duration", "padded",
-})  # fmt: skip
-"""Reasons of ``RemoteProtocolError`` for which there is no innocent explanation (a race, a restart)."""
-OTHERS_FAULT = frozenset({
-    "unknown round", "replayed round", "unknown peer", "too much held", "wrong size", "wrong piece",
-    "wrong owner", "wrong parts", "wrong generation", "not a member",
-})  # fmt: skip
-"""Reasons that an honest peer may meet with each piece of a payload: we were started anew, a stranger took
-the room for what comes early, or the coordinator told us another BEGIN than the sender."""
 MAX_REFUSALS_KEPT = 4096
 """Kinds of refusal by sender that are counted one by one; the rest is counted under ``OTHERS``."""
 OTHERS = "(others)"
@@ -103,9 +91,10 @@ def useless_units(size_bytes: int) -> float:
 
 
 def refused_units(reason: str, size_bytes: int, is_bulk: bool) -> float:
-    if is_bulk and reason in OTHERS_FAULT:
+    blame = blame_of(reason)
+    if is_bulk and blame is Blame.OTHERS:
         return useless_units(size_bytes)
-    return (GRAVE_UNITS if reason in GRAVE else REFUSED_UNITS) + control_units(size_bytes)
+    return (GRAVE_UNITS if blame is Blame.GRAVE else REFUSED_UNITS) + control_units(size_bytes)
 
 
 class Quotas:

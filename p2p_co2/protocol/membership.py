@@ -1,10 +1,10 @@
 """Who is alive, how far away, and where they are in the run: a machine without I/O or clock.
 
 Each peer tells each other its ``Status`` every ``heartbeat_s``, in a ping that asks for no answer (``nonce``
-0). A peer is live from its first message until it says goodbye, its link breaks and cannot be opened again,
-or it is silent for longer than its own habit explains: the silence that we accept grows with the gaps seen.
-Whoever heard our status of late is left out. Among many the heart beats more slowly; a peer that only trains
-(``rests``) says so beforehand, beats every ``quiet_s``, and is missed only after ``QUIET_BEATS_MISSED``.
+0). A peer is live from its first message until it says goodbye, or its link breaks and cannot be opened
+again. So it is once it is silent for longer than the gaps seen before explain. Whoever heard our status of
+late is left out. Among many the heart beats more slowly. A peer that only trains (``rests``) says so
+beforehand, beats every ``quiet_s``, and is missed only after ``QUIET_BEATS_MISSED``.
 
 Law: ``live`` holds only peers that were heard directly. Time is compared with this machine's clock alone.
 Price: each peer hears from each other one, so this serves groups of up to a few hundred. In the quiet of a
@@ -36,8 +36,10 @@ from p2p_co2.wire.model_table import ModelSummary
 from p2p_co2.wire.status import PeerStatus, read_status
 
 QUIET_BEATS_MISSED = 2.5
-TOLD_LATELY, ANNOUNCED_AGAIN = 0.75, 0.125
-"""Of a heartbeat: who was told more lately waits for the next one; and between two announcements."""
+TOLD_LATELY = 0.75
+"""Of a heartbeat: who was told more lately waits for the next one."""
+ANNOUNCED_AGAIN = 0.125
+"""Of a heartbeat, between two announcements."""
 NEWS_GATHERED_S = 0.05
 """News of a peer comes in bursts: its last offer ends, so it is done with a fragment, and with all."""
 CUT_OFF_S = 3 * SLOWEST_HEARTBEAT_S + HEARTBEAT_S
@@ -289,15 +291,15 @@ class Membership:
             self._send([peer], now, answer=True)
 
     def take_restarted(self) -> set[PeerId]:
-        """Live peers that began anew, without a word and before they were missed, since this was asked last:
-        what their last processes had in hand is gone."""
+        """Live peers that began anew since this was asked last, before they were missed: what their last
+        processes had in hand is gone."""
         restarted = self.restarted & self.live.keys()
         self.restarted = set()
         return restarted
 
     def announce(self, now: float) -> None:
-        """Tell every live peer this peer's status soon, instead of at the next heartbeat: what changes within
-        a moment is told at once, and in a while, if they were told a moment ago."""
+        """Tell every live peer this peer's status soon, instead of at the next heartbeat. What changes within
+        a moment is told at once; in a while, if they were told a moment ago."""
         again_at = self._announced_at + ANNOUNCED_AGAIN * self.heartbeat_s
         self._announce_at = min(self._announce_at, max(now + NEWS_GATHERED_S, again_at))
 
@@ -419,8 +421,8 @@ class Membership:
             self._outgoing.append((peer, self.strangers.model.message))
 
     def _beat(self, now: float) -> None:
-        """A heartbeat: tell those that were not told of late, ask those whose way is to be measured, and miss
-        those that are silent for too long."""
+        """A heartbeat: tell those that were not told of late, and ask those whose way is to be measured.
+        Those that are silent for too long are gone."""
         beat_s = self.heartbeat_s
         quick_s = heartbeat_among_s(len(self.live))
         self._next_heartbeat_at = now + beat_s
@@ -461,8 +463,8 @@ class Membership:
 
 
 def positions(live: Iterable[PeerInfo], now: float, rounds_per_s: float) -> list[float]:
-    """Where the training peers are now on the swarm clock, in rounds, from their last status; if none trains
-    any more, where those that finish have stopped: who joins then must not begin at the start."""
+    """Where the training peers are now on the swarm clock, in rounds, from their last status. If none trains
+    any more, where those that finish have stopped."""
     infos = list(live)
     moving = [
         info.status.position + (now - info.status_at + info.round_trip_s / 2) * rounds_per_s

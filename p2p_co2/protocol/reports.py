@@ -1,16 +1,14 @@
 """Reports: what a peer tells observers of itself, and how an observer reads it. Both sides, no I/O, no clock.
 
-The peer's side (``Responder``) keeps its newest events and what the older ones come to; the answer to a
-request has what followed the last event that the asker has seen, signed. The observer's side (``Poller``)
-asks each peer in turn and checks every answer (``open_report``).
+The peer's side (``Responder``) keeps its newest events, and what the older ones come to. An answer has what
+followed the last event that the asker has seen, signed. The observer's side (``Poller``) asks each peer in
+turn and checks every answer (``open_report``).
 
-Laws: an observer is no member and changes nothing; everything a peer can make an observer hold, or an
-observer a peer, is bounded. All in a report is hostile until checked: sizes before decompression, signature
-before content, types before values (``journal.parse_event``); then every value must be one that an honest
-peer can have: nothing that is counted or measured is negative, infinite or beyond what a run can reach. What
-fails is dropped and counted by its cause; the rest of the report stands. One of its signers sends a round's
-certificate: what most tellers of a round signed counts, if two of them did, or its only member. So one liar
-counts nothing, but two together may.
+Laws: an observer is no member and changes nothing. What a peer can make an observer hold, or an observer a
+peer, is bounded. All in a report is hostile until checked: sizes before decompression, signature before
+content, types before values. Every value must be one that an honest peer can have. What fails is dropped and
+counted by its cause; the rest of the report stands. What most tellers of a round signed counts, if two of
+them did, or its only member. So one liar counts nothing, but two together may.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import DecodeError
 
 from p2p_co2.config import stage_digest
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds import check_certificate, counted_weights
 from p2p_co2.telemetry.events import (
     Event,
@@ -42,6 +40,7 @@ from p2p_co2.telemetry.events import (
     RoundBegan,
     RoundCommitted,
     RoundCounted,
+    SliceMissed,
 )  # fmt: skip
 from p2p_co2.telemetry.feed import News, Sighting
 from p2p_co2.telemetry.journal import event_line, parse_event
@@ -66,8 +65,10 @@ MAX_ROUND = 2**40
 _MOST: dict[str, float] = {
     "fragment": MAX_FRAGMENTS - 1, "round": MAX_ROUND, "stage": MAX_STAGES - 1, "stages": MAX_STAGES,
 }  # fmt: skip
-OLDEST_S, NEWEST_S = 400 * 86400.0, 60.0
-"""How far an event's time may lie before and after the moment in which its sender reports it."""
+OLDEST_S = 400 * 86400.0
+"""How far an event's time may lie before the moment in which its sender reports it."""
+NEWEST_S = 60.0
+"""The same after it."""
 
 
 class CheckedReport(NamedTuple):
@@ -81,7 +82,7 @@ class CheckedReport(NamedTuple):
 def open_report(data: bytes, peer: PeerId, run: bytes) -> CheckedReport:
     """What ``peer`` answered. Raises ``RemoteProtocolError`` if the whole of it is worth nothing."""
     if len(data) > MAX_REPORT_BYTES:
-        raise RemoteProtocolError("too large", f"a report of {len(data)} bytes")
+        raise RemoteProtocolError(Offence.TOO_LARGE, f"a report of {len(data)} bytes")
     signer, content = unseal(REPORT_CONTEXT, data)
     report = parsed(Report, content)
     if not signer == report.peer == peer or report.run != run:
@@ -107,13 +108,13 @@ def _inflated(packed: bytes) -> bytes:
     try:
         text = inflater.decompress(packed, MAX_EVENT_BYTES + 1)
     except zlib.error:
-        raise RemoteProtocolError("unreadable", "events that are not zlib") from None
+        raise RemoteProtocolError(Offence.UNREADABLE, "events that are not zlib") from None
     if len(text) > MAX_EVENT_BYTES or not inflater.eof:
-        raise RemoteProtocolError("too large", "events")
+        raise RemoteProtocolError(Offence.TOO_LARGE, "events")
     return text
 
 
-_NAMING = PeerJoined | PeerLeft | LinkOpened | LinkLost | LinkMeasured | RoundBegan
+_NAMING = PeerJoined | PeerLeft | LinkOpened | LinkLost | LinkMeasured | RoundBegan | SliceMissed
 """Events that name peers which exist."""
 
 
@@ -128,7 +129,8 @@ def check_event(event: Event, peer: PeerId, sent_at: float) -> None:
     for name, value in vars(event).items():
         if name not in {"at", "peer"}:
             _check_value(name, value)
-    others = getattr(event, "group", (getattr(event, "other", ""),))
+    others = event.owners if isinstance(event, SliceMissed) else getattr(event, "group", None)
+    others = (getattr(event, "other", ""),) if others is None else others
     if isinstance(event, _NAMING) and not all(_is_peer_id(name) for name in others):
         raise ValueError("a peer that cannot be")
 
@@ -144,7 +146,7 @@ def _check_value(name: str, value: Any) -> None:
             if len(value) > MAX_STRING:
                 raise ValueError("a text that is too long")
         case tuple():
-            if len(value) > (MAX_MEMBERS if name == "group" else MAX_FRAGMENTS):
+            if len(value) > (MAX_MEMBERS if name in {"group", "owners"} else MAX_FRAGMENTS):
                 raise ValueError("too many items")
             for item in value:
                 _check_value(name, item)
@@ -197,11 +199,14 @@ MAX_DECISIONS_KEPT = 64
 MAX_REQUEST_BYTES = 4096
 MAX_ANSWER_BYTES = 128 << 10
 """Of decisions in one answer; events have ``MAX_EVENT_BYTES``."""
-MIN_INTERVAL_S, RETELL_INTERVAL_S = 0.3, 2.0
-"""Between two answers to one asker that is up to date, or that asks for what it has been told."""
-MAX_ANSWERS_PER_S, ANSWER_BYTES = 20.0, 64 << 10
-"""To all askers together, an answer for each so many bytes of events in it; beyond it they are told to come
-again later."""
+MIN_INTERVAL_S = 0.3
+"""Between two answers to one asker that is up to date."""
+RETELL_INTERVAL_S = 2.0
+"""The same to one that asks for what it has been told."""
+MAX_ANSWERS_PER_S = 20.0
+"""To all askers together; beyond it they are told to come again later."""
+ANSWER_BYTES = 64 << 10
+"""Of events: what more of them than this are counts as several answers."""
 MAX_ASKERS = 256
 
 
@@ -209,9 +214,9 @@ class Responder:
     """``identity`` signs, ``run`` is the run's digest, ``process`` a random number of at most 63 bits. All
     calls come from one thread; ``now`` is monotonic seconds, ``unix_now`` unix seconds.
 
-    Law: base plus kept events is the whole story: what falls out of the ring has been folded into ``_base``,
-    so a late observer folds both to what it would know had it been there from the start (the view of rounds
-    excepted, which only the kept events tell)."""
+    Law: base plus kept events is the whole story. What falls out of the ring is folded into ``_base``, so a
+    late observer knows what an early one does. The view of rounds is excepted: only kept events tell it.
+    """
 
     def __init__(self, identity: Identity, run: bytes, process: int) -> None:
         self._identity = identity
@@ -275,7 +280,7 @@ class Responder:
 
     def _read(self, data: bytes) -> ReportRequest:
         if len(data) > MAX_REQUEST_BYTES:
-            raise RemoteProtocolError("too large", f"a request of {len(data)} bytes")
+            raise RemoteProtocolError(Offence.TOO_LARGE, f"a request of {len(data)} bytes")
         request = parsed(ReportRequest, data)
         if request.run != self._run:
             raise RemoteProtocolError("another run", request.run.hex()[:16])

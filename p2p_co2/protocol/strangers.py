@@ -1,8 +1,8 @@
 """Peers that train another model than ours: never live, and told once by how ours differs.
 
 A peer names its model in every heartbeat. One that names another is sent our table (``model_table``), as it
-sends us its own; one that says another thing each time is sent it, and told of, once in ``STRANGER_TOLD_S``.
-Law: whoever is live has our model, or does not say. Price: a liar can pass for either.
+sends us its own. One that says another thing each time is sent it once in ``STRANGER_TOLD_S``. Law: whoever
+is live has our model, or does not say. Price: a liar can pass for either.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class Strangers:
                 del self.known[peer]
 
     def outnumber(self, alike: Collection[PeerStatus]) -> Stranger | None:
-        """One of the strangers, if there are more of them than others with our model (``alike``): of who
-        trains, if anybody does, else of who joins. So a lone liar keeps nobody out of a run with two honest
-        peers. Other threads may ask."""
+        """One of the strangers, if there are more of them than others with our model (``alike``). Those that
+        train count, if anybody does, else those that join. So a lone liar keeps nobody out of a run with two
+        honest peers. Other threads may ask."""
         strange = list(self.known.values())
         if any(one.phase != Status.JOINING for one in (*alike, *(one.status for one in strange))):
             strange = [one for one in strange if one.status.phase != Status.JOINING]

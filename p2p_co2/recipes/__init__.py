@@ -1,5 +1,5 @@
 """What a run trains. ``load_recipe`` builds it, ``load_run_recipe`` only if it is the organiser's,
-``recipe_digest`` names it, ``Recipe`` is what a user's own function returns, ``Stages`` a model that it cuts
+``recipe_digest`` names it. ``Recipe`` is what a user's own function returns, ``Stages`` a model that it cuts
 for several peers."""
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A small GPT over bytes (or other small vocabularies) that learns visibly within a minute on one CPU core.
 
 After karpathy/nanochat: no biases, no learned norms, rotary positions, norm on queries and keys, squared
-ReLU, projections back into the residual stream start at zero, and the head is the embedding. One addition:
-each position starts with a learned share of the embedding before it (a "smear"), so pairs of bytes are seen
-before attention has learned anything. The model is causal. There is no key-value cache, so sampling computes
-the whole context for each byte."""
+ReLU. Projections back into the residual stream start at zero. The head is the embedding. One addition: each
+position starts with a learned share of the embedding before it (a "smear"). So pairs of bytes are seen before
+attention has learned anything. The model is causal. There is no key-value cache, so sampling computes the
+whole context for each byte."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def numel_of(shape: Shape) -> int:
 
 class ByteGPTStage(_Body):
     """A stage of the same model: blocks ``start`` to ``stop``, all of them for the stages' whole. The first
-    takes token ids int64 [B, T] and embeds them; the last makes logits [B, T, vocab_size], by a head of its
+    takes token ids int64 [B, T] and embeds them. The last makes logits [B, T, vocab_size] by a head of its
     own, since the embedding is elsewhere."""
 
     def __init__(self, shape: Shape, start: int, stop: int) -> None:

@@ -1,9 +1,9 @@
 """Text to train on: the corpus that every Python installation carries, or the user's own files.
 
 The embedded corpus is the standard library's sources and pydoc's topics, so a first run downloads nothing.
-Which documents are held out depends on their names alone (sha256), so no peer trains on a document that
-another with the same installation evaluates on. Two Python versions carry slightly different texts: held-out
-losses compare exactly only between peers with the same Python."""
+Which documents are held out depends on their names alone (sha256). So no peer trains on what another with the
+same installation evaluates on. Two Python versions carry slightly different texts: held-out losses compare
+exactly only between peers with the same Python."""
 
 from __future__ import annotations
 
@@ -55,10 +55,9 @@ def embedded_corpus(cap_bytes: int = CAP_BYTES) -> Corpus:
 def text_corpus(path: Path) -> Corpus:
     """A UTF-8 text file, or all ``*.txt``, ``*.md`` and ``*.py`` of a folder, as uint8 tokens.
 
-    One file gives its last 5 % as held-out; in a folder whole files are held out by their name (or, where the
-    names choose none or all of them, the last 5 % of everything). Raises ``ConfigError`` for a path that does
-    not exist, cannot be read, is not UTF-8 or is empty.
-    """
+    One file gives its last 5 % as held-out. In a folder whole files are held out by their name; where names
+    choose none or all, the last 5 % of everything. Raises ``ConfigError`` for a path that does not exist,
+    cannot be read, is not UTF-8 or is empty."""
     files = _text_files(path)
     train = bytearray()
     held_out = bytearray()
@@ -85,9 +84,7 @@ def token_corpus(path: Path, vocab_size: int) -> Corpus:
     """A flat file of little-endian token ids, memory-mapped: uint8 where ``vocab_size`` <= 256, else uint16.
 
     The last 5 % are held out. Raises ``ConfigError`` for a missing or empty file, an odd size, or an id that
-    is not below ``vocab_size``; the whole file is read once for that check, so that training cannot fail on
-    it later.
-    """
+    is not below ``vocab_size``. The whole file is read for that, so training cannot fail on it later."""
     ids = _token_ids(path, 1 if vocab_size <= 256 else 2)
     for start in range(0, len(ids), 1 << 22):
         largest = int(ids[start : start + (1 << 22)].to(torch.int32).max())

@@ -1,5 +1,5 @@
-"""The modules of a recipe's own folder that it imports: found without running anything, part of its digest,
-and loaded from the bytes that were found.
+"""The modules that a recipe imports from its own folder. They are found without running anything, are part of
+its digest, and are loaded from the bytes found.
 
     helpers = helpers_of(Path("my/recipe.py"), source)      # {"blocks": Helper(...), "blocks.mlp": ...}
     serve(helpers, "my/recipe.py")                          # ``import blocks`` finds them from now on

@@ -4,9 +4,9 @@
 keyword arguments. The same name, options and seed give every peer the same bits of the model, and leave
 torch's random state as it was. The digest covers what must agree (code and shape) and not a peer's own data,
 so volunteers may train on different texts. Options come from an organiser, so none of them names a file: data
-is named by each peer itself. A user's recipe is code that runs with the user's rights: it is
-read from the peer's own disk only, and not before its digest was found to be the run's. The digest covers
-that file and the modules of its own folder that it imports (``helpers``), not packages that are installed."""
+is named by each peer itself. A user's recipe is code that runs with the user's rights. It is read from the
+peer's own disk only, once its digest is found to be the run's. The digest covers that file and the modules of
+its own folder that it imports (``helpers``), not packages that are installed."""
 
 from __future__ import annotations
 
@@ -97,21 +97,20 @@ class Recipe:
     ``batches(seed, batch)``: an endless iterator of batches of ``batch`` sequences; peers pass different
     seeds. ``loss(model, batch)``: a scalar to go backward from. ``tokens(batch)``: what the batch weighs in
     the mean. ``learning_rate(position)``: factor on the optimizer's own rates at this many rounds since the
-    run began, the same for a newcomer. ``held_out(model)``: loss on data that nobody trains on;
-    ``glance(model)``: the same on a small slice, always the same one, to be looked at while training goes on
-    (None: ``held_out``).
-    ``optimizer(parameters)``: the inner optimizer, or a list of several (Muon for matrices, AdamW for the
-    rest). ``generate(model, prompt, length, seed)``: text. ``default_batch``: sequences per inner step where
-    a peer sets none.
+    run began, the same for a newcomer. ``held_out(model)``: loss on data that nobody trains on.
+    ``glance(model)``: the same on a small slice, always the same one, for a look while training goes on
+    (None: ``held_out``). ``optimizer(parameters)``: the inner optimizer, or a list of several (Muon for
+    matrices, AdamW for the rest). ``generate(model, prompt, length, seed)``: text. ``default_batch``:
+    sequences per inner step where a peer sets none.
 
     ``stages``: the model cut into stages, or a function of their number; None cannot be cut. In a run with
     stages ``model`` is an outline on torch's meta device, since a peer builds only its own stage.
 
-    ``max_grad_norm``: gradients are clipped to this norm; None leaves them. Of a run in S stages each peer
-    clips its own stage's: to the whole model's norm over the root of S, if that is what you mean.
-    ``accumulate``: batches of one inner step, each with a backward pass of its own; its tokens are the sum.
-    ``autocast``: "bf16", or "fp16" with a gradient scaler; None computes in the parameters' own dtype. Both
-    not in a run with stages.
+    ``max_grad_norm``: gradients are clipped to this norm; None leaves them. In a run of S stages each peer
+    clips its own stage's. For a bound on the whole model's norm give that over the root of S. ``accumulate``:
+    batches of one inner step, each with a backward pass of its own; its tokens are the sum. ``autocast``:
+    "bf16", or "fp16" with a gradient scaler; None computes in the parameters' own dtype. Both not in a run
+    with stages.
 
     ``tokenizer``: files, or folders of files, that go out with the model (``p2p-co2 model``), such as those
     of a tokenizer beside the recipe: ``Path(__file__).parent / "tokenizer"``.
@@ -187,10 +186,9 @@ def load_recipe(
     whether the first of them and the last share a table. ``code``: runs in the place of what lies there now.
     ``data``: this peer's own paths: "text" or "tokens" of the built-in recipe, "data" of an own one.
 
-    Raises ``ConfigError`` (with what would be right) for an unknown name, file, function or option, a text
-    that cannot be used, and a function that does not return a ``Recipe`` or ``(model, batches, loss)``. Other
-    errors inside a user's own function pass through, so that its author sees where they come from.
-    """
+    Raises ``ConfigError`` for an unknown name, file, function or option, a text that cannot be used, and a
+    function that returns no ``Recipe`` or ``(model, batches, loss)``. Other errors inside a user's own
+    function pass through, so that its author sees where they come from."""
     if name == OWN_LOOP:
         problem = "this run is trained by a program of its own: run that program with the ticket instead"
         raise ConfigError(name, "", problem)

@@ -60,8 +60,8 @@ class BatchCounter:
 
 
 def batch_tokens(batch: Any) -> int:
-    """Elements of the first integer tensor in ``batch`` (a tensor, or nested lists, tuples and mappings), or
-    of its first tensor; 1 if there is none."""
+    """Elements of the first integer tensor in ``batch``, or of its first tensor; 1 if there is none. It may
+    be nested lists, tuples and mappings."""
     first = None
     for tensor in tensors_in(batch):
         if not tensor.is_floating_point():

@@ -4,9 +4,8 @@
 
 Ranks of a torchrun group go in orders of their own, too, but for samplers that deal the data out to them.
 
-The order follows from the run's seed, the peer's id and the epoch: a peer that starts again goes on with an
-order that it has not had. Nothing is cut out of the data: peers come and go, and each may see all of it.
-"""
+The order follows from the run's seed, the peer's id and the epoch. A peer that starts again goes on with an
+order that it has not had. Nothing is cut out of the data: peers come and go, and each may see all of it."""
 
 from __future__ import annotations
 
@@ -258,12 +257,11 @@ _CURE = "a dataset that opens its files and connections at their first use, not 
 
 class Fetching:
     """A thread that fetches what is asked for, so that whoever asks can do something else while a stream
-    stalls: one thing at a time, nothing ahead, so that random numbers are drawn in the order of a plain
-    loop. A context manager.
+    stalls. It fetches one thing at a time and nothing ahead: random numbers are drawn as in a plain loop. A
+    context manager.
 
-    What only the caller's thread may use (sqlite3's connections, signal handlers, thread-locals) fails in
-    that thread, by an error that names threads, and not in the caller's. From then on all is fetched there,
-    which is warned of."""
+    What only the caller's thread may use fails in that thread, by an error that names threads: sqlite3's
+    connections, signal handlers, thread-locals. From then on all is fetched there, which is warned of."""
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()

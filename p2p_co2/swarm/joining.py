@@ -1,22 +1,28 @@
-"""``join``: a model and its optimizer into a swarm, by the ticket. Options have the command line's names."""
+"""``join``: a model and its optimizer into a swarm, by the ticket.
+
+An option is declared once. One of a peer is a field of ``PeerConfig``, which the command line reads too; one
+of ``join`` alone a parameter of ``_join``. For type checkers and editors ``make docs`` writes both into
+``options.pyi``: a test fails where that is old."""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import math
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Annotated, Any, Unpack, overload
 
 import torch
 from torch import nn
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, TicketError, TransportError
-from p2p_co2.peer_options import bytes_per_s, peer_config
+from p2p_co2.peer_options import peer_config, peer_options
 from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.swarm.swarm import Swarm
 from p2p_co2.system.extras import missing
@@ -26,66 +32,46 @@ from p2p_co2.telemetry.events import Event, Progress
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.ticket import Ticket, read_ticket
 from p2p_co2.trainer import connection
-from p2p_co2.trainer.group import form_group
 from p2p_co2.trainer.peer import Peer
+from p2p_co2.trainer.ranks.group import form_group
 from p2p_co2.trainer.ranks.peer import as_one_peer
+
+if TYPE_CHECKING:
+    from p2p_co2.swarm.options import Options
 
 EventSink = Callable[[Event], None]
 _swarms = weakref.WeakSet[Swarm]()
 """Of this process: two peers would merge into one model."""
 
 
-class Options(TypedDict, total=False):
-    """What ``join``, ``co2.Optimizer`` and the callbacks take by name. Those of the command line have its
-    names and its meaning; None, or left out, is the default."""
-
-    run: str | None
-    """The ticket, or "@file" that holds it; $P2P_CO2_TICKET if left out."""
-    folder: str | Path | None
-    """Of identity, checkpoint and events; if left out, one of the run's below the user's data home."""
-    name: str | None
-    resume: bool | None
-    """True insists on a checkpoint in the folder; False begins with this model. Left out: as it comes."""
-    start_over: bool
-    """Begin anew, whatever others have trained and left."""
-    lr_schedule: Callable[[float], float] | None
-    """A factor on the optimizer's own rates at a position, in rounds. Left out: the rates are the
-    program's."""
-    evaluate: Callable[[nn.Module], float] | None
-    """A held-out loss, measured on the agreed parameters now and then, for boards."""
-    journal: bool
-    """Whether the folder gets an ``events.jsonl``; it does if left out."""
-    on_event: EventSink | None
-    """Hears every event, from several threads. Left out: warnings are printed, and ``progress``."""
-    progress: bool
-    """A line each ten seconds on stderr, if ``on_event`` is left out: round, time left, share, loss."""
-    scaler: torch.amp.GradScaler | None
-    """With which ``Swarm.step`` steps: the loss is scaled by the program."""
-    max_grad_norm: float | None
-    """``Swarm.step`` clips gradients to this norm."""
-    config: str | Path | PeerConfig | None
-    """A peer file, or what was read of one: the other options override it."""
-    threads: int | None
-    carrier: str | None
-    host: str | None
-    announce_host: str | None
-    grpc_port: int | None
-    libp2p_port: int | None
-    board: bool | None
-    board_port: int | None
-    min_peers: int | None
-    upload: str | float | None
-    download: str | float | None
-    """"5Mbit", "500k", or bytes per second."""
-    hours: str | None
-    checkpoint_every: float | None
-    """Seconds."""
+def taken_by_name(kind: type[PeerConfig] = PeerConfig) -> dict[str, inspect.Parameter]:
+    """What ``join``, ``co2.Optimizer`` and the callbacks take by name: the options of ``_join``, and the
+    settings of a peer that are a program's affair. The annotation of each is (type, help) as text."""
+    options = {
+        name: one.replace(annotation=_told(one.annotation))
+        for name, one in inspect.signature(_join).parameters.items()
+        if one.kind is one.KEYWORD_ONLY
+    }
+    for name, setting in peer_options(kind).items():
+        if setting.declared.in_program:
+            told = setting.hint, setting.declared.help
+            options[name] = inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=told
+            )
+    return options
 
 
-def check_names(options: Options) -> None:
+def _told(annotation: str) -> tuple[str, str]:
+    """(type, help) of an ``Annotated[type, "help"]``."""
+    within = ast.parse(annotation, mode="eval").body.slice.elts  # type: ignore[attr-defined]
+    return ast.unparse(within[0]), ast.literal_eval(within[1])
+
+
+def check_names(options: Mapping[str, Any], kind: type[PeerConfig] = PeerConfig) -> None:
     """Raise ``TypeError`` for an option that there is not, before anything is done."""
-    if unknown := sorted(set(options) - set(Options.__annotations__)):
-        near = difflib.get_close_matches(unknown[0], Options.__annotations__, 1)
+    known = taken_by_name(kind)
+    if unknown := sorted(set(options) - set(known)):
+        near = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise TypeError(f"join has no option {unknown[0]!r}{hint}")
 
@@ -127,7 +113,7 @@ def join(*given: Any, **options: Any) -> Swarm | Peer:
         return connection.join(*given, **options)
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _end_in_one_line
-    check_names(options)  # type: ignore[arg-type]  # as given
+    check_names(options)
     return _join(*given, **options)
 
 
@@ -169,44 +155,56 @@ def _progress_printer(run: RunConfig) -> EventSink:
 
 
 def _join(
-    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], *,
-    run: str | None = None, folder: str | Path | None = None, name: str | None = None,
-    resume: bool | None = None, start_over: bool = False,
-    lr_schedule: Callable[[float], float] | None = None,
-    evaluate: Callable[[nn.Module], float] | None = None, journal: bool = True,
-    on_event: EventSink | None = None, progress: bool = True, scaler: torch.amp.GradScaler | None = None,
-    max_grad_norm: float | None = None, config: str | Path | PeerConfig | None = None,
-    threads: int | None = None, carrier: str | None = None, host: str | None = None,
-    announce_host: str | None = None, grpc_port: int | None = None, libp2p_port: int | None = None,
-    board: bool | None = None, board_port: int | None = None, min_peers: int | None = None,
-    upload: str | float | None = None, download: str | float | None = None, hours: str | None = None,
-    checkpoint_every: float | None = None,
+    model: nn.Module, optimizer: Any, *,
+    run: Annotated[str | None, 'The ticket, or "@file" that holds it; $P2P_CO2_TICKET if left out.'] = None,
+    config: Annotated[
+        str | Path | PeerConfig | None, "A peer file, or what was read of one: the other options override it."
+    ] = None,
+    resume: Annotated[
+        bool | None,
+        "True insists on a checkpoint in the folder; False begins with this model. Left out: as it comes.",
+    ] = None,
+    start_over: Annotated[bool, "Begin anew, whatever others have trained and left."] = False,
+    lr_schedule: Annotated[
+        Callable[[float], float] | None,
+        "A factor on the optimizer's own rates at a position, in rounds. Left out: the rates are the "
+        "program's.",
+    ] = None,
+    evaluate: Annotated[
+        Callable[[nn.Module], float] | None,
+        "A held-out loss, measured on the agreed parameters now and then, for boards.",
+    ] = None,
+    journal: Annotated[bool, "Whether the folder gets an `events.jsonl`; it does if left out."] = True,
+    on_event: Annotated[
+        EventSink | None,
+        "Hears every event, from several threads. Left out: warnings are printed, and `progress`.",
+    ] = None,
+    progress: Annotated[
+        bool, "A line each ten seconds on stderr, if `on_event` is left out: round, time left, share, loss."
+    ] = True,
+    scaler: Annotated[
+        torch.amp.GradScaler | None, "With which `Swarm.step` steps: the loss is scaled by the program."
+    ] = None,
+    max_grad_norm: Annotated[float | None, "`Swarm.step` clips gradients to this norm."] = None,
+    **settings: Any,
 ) -> Swarm:  # fmt: skip
+    """``settings``: of a peer, by the options' names."""
     if any(swarm.model is model and not swarm.done for swarm in _swarms):
         problem = "is in a swarm already; leave that one first (a Trainer takes one SwarmCallback)"
         raise ConfigError("join", "model", problem)
     inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _one(optimizer)
     group = form_group(model, inner, lr_schedule)
-    if threads:
-        torch.set_num_threads(threads)
+    if settings.get("threads"):
+        torch.set_num_threads(settings["threads"])
     journals = list[Journal]()
 
     def lead() -> Peer:
         ticket = read_ticket(run or "")
-        settings = _settings(
-            ticket, config,
-            {
-                "folder": folder, "name": name, "carrier": carrier, "host": host,
-                "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
-                "board": board, "board_port": board_port, "min_peers": min_peers,
-                "checkpoint_every_s": checkpoint_every, "limits.threads": threads, "limits.hours": hours,
-            },
-            upload, download,
-        )  # fmt: skip
-        if settings.limits.threads:
-            torch.set_num_threads(settings.limits.threads)
+        peers = _peer_config(ticket, config, settings)
+        if peers.limits.threads:
+            torch.set_num_threads(peers.limits.threads)
         if journal:
-            journals.append(Journal(settings.folder / "events.jsonl"))
+            journals.append(Journal(peers.folder / "events.jsonl"))
         hears = [connection.print_warnings if on_event is None else on_event]
 
         def tell(event: Event) -> None:
@@ -214,10 +212,10 @@ def _join(
                 written.write(event)
             hears[-1](event)
 
-        connected = connection.connect(ticket, settings, tell)
+        connected = connection.connect(ticket, peers, tell)
         if progress and on_event is None:
             hears.append(_progress_printer(connected.run))
-        if settings.board:
+        if peers.board:
             say(f"board: {connected.board or missing('board')}")
         try:
             return connected.start(model, inner, lr_schedule, resume, start_over, group)
@@ -236,25 +234,21 @@ def _join(
     return swarm
 
 
+join.__signature__ = inspect.Signature([  # type: ignore[attr-defined]  # for notebooks and ``help``
+    *list(inspect.signature(_join).parameters.values())[:2],
+    *(one.replace(annotation=one.annotation[0]) for one in taken_by_name().values()),
+])  # fmt: skip
+
+
 def _one(optimizer: Any) -> torch.optim.Optimizer:
     """Several as one; what is no list is looked at by ``check_model``."""
     return Optimizers(optimizer) if isinstance(optimizer, list | tuple) else optimizer
 
 
-def _settings(
-    ticket: str, config: str | Path | PeerConfig | None, given: dict[str, Any],
-    upload: str | float | None, download: str | float | None,
-) -> PeerConfig:  # fmt: skip
+def _peer_config(
+    ticket: str, config: str | Path | PeerConfig | None, settings: Mapping[str, Any]
+) -> PeerConfig:
     """As the command line makes them of its options."""
     base = config if config is None or isinstance(config, PeerConfig) else Path(config)
     run = Ticket.parse(ticket).run
-    try:
-        for option, rate in (("upload", upload), ("download", download)):
-            text = rate if rate is None or isinstance(rate, str) else f"{rate:f}"
-            given[f"limits.{option}_bytes_per_s"] = bytes_per_s(f"--{option}", text)
-        return peer_config(base, given, ticket, lambda: peer_folder(run))
-    except ConfigError as error:
-        if error.where != "command line":
-            raise
-        option = error.key.removeprefix("--").replace("-", "_")
-        raise ConfigError("join", option, error.problem) from None
+    return peer_config(base, settings, ticket, lambda: peer_folder(run), where="join")

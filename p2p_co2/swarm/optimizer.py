@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.swarm.counting import BatchCounter
-from p2p_co2.swarm.joining import Options, join
+from p2p_co2.swarm.joining import join
 from p2p_co2.swarm.swarm import Swarm, at_exit
+
+if TYPE_CHECKING:
+    from p2p_co2.swarm.options import Options
 
 
 class Optimizer(Optimizers):

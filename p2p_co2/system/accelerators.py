@@ -4,10 +4,9 @@
         gpus.words            # "NVIDIA GeForce RTX 4090", "2 NVIDIA GPUs"
         gpus.has_driver
 
-NVIDIA: /proc/driver/nvidia and /dev/nvidia0 of its driver, the library of WSL 2, and vendor 0x10de on the
-PCI bus, which shows a card without a driver too. AMD: /dev/kfd, which ROCm computes through, and a card with
-memory of its own: the small graphics of most processors is no use for training.
-"""
+NVIDIA: /proc/driver/nvidia and /dev/nvidia0 of its driver, the library of WSL 2, and vendor 0x10de on the PCI
+bus. The last shows a card without a driver, too. AMD: /dev/kfd, which ROCm computes through, and a card with
+memory of its own: the small graphics of most processors is no use for training."""
 
 from __future__ import annotations
 

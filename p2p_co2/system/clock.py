@@ -5,8 +5,8 @@
     clock.now()           any time, any thread
 
 Time beyond ``STOOD_S`` after the moment at which it should have woken does not pass for it. So all machines
-that reckon with this clock go on as if nothing had been: nobody is silent, and no deadline missed, by what
-this process slept through. Price: what another does in that time seems quicker than it is.
+that reckon with this clock go on as if nothing had been. By what this process slept through nobody is silent,
+and no deadline missed. Price: what another does in that time seems quicker than it is.
 
 ``within`` is the same for one wait: a limit that is looked at far too late begins anew.
 """

@@ -1,49 +1,37 @@
-"""A Ctrl-C while the program is still importing itself: one word and the end, no traceback.
+"""What a Ctrl-C means to a command that says nothing else of it: one word, and the end.
 
-The command line imports this before what takes time, and calls ``hand_over`` when it has all that it needs;
-commands say themselves what a Ctrl-C means to them from then on. No import sees a ``KeyboardInterrupt``,
-which some swallow and others report as a failure of their own. The process ends by the signal, which a shell
-shows as status 130. A program that handles the signal itself, or has an excepthook of its own, keeps both.
-Of a Ctrl-C in the interpreter's own start, some 30 ms, Python may print where it was."""
+Imported before what takes time. Amid an import the process ends at once, by the signal, which a shell shows
+as status 130. Some modules swallow a ``KeyboardInterrupt`` there, or report it as a failure of their own. At
+any other time it raises ``KeyboardInterrupt``, so that what is open is closed. A command that has more to do
+sets ``process.StopSignals`` in its place. A program that handles the signal itself keeps its handler. Of a
+Ctrl-C in the interpreter's own start, some 30 ms, Python may print where it was."""
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # ``signal`` without the enums, which are slow to make
 import os
-import sys
-from types import FrameType, TracebackType
+from types import FrameType
+
+_IMPORTING = "<frozen importlib._bootstrap>"
 
 
-def hand_over() -> None:
-    """The imports are through: from now on a Ctrl-C raises ``KeyboardInterrupt`` again."""
-    if _signal.getsignal(_signal.SIGINT) is _end_at_once:
-        _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+def is_importing(frame: FrameType | None) -> bool:
+    """Whether ``frame`` is below an import."""
+    while frame is not None and frame.f_code.co_filename != _IMPORTING:
+        frame = frame.f_back
+    return frame is not None
 
 
-def take_back() -> None:
-    """More slow imports are ahead and there is nothing to give back yet: a Ctrl-C ends the process at once,
-    until ``hand_over``."""
-    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
-        _signal.signal(_signal.SIGINT, _end_at_once)
-
-
-def _end_at_once(number: int, frame: FrameType | None) -> None:
-    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+def _stop(number: int, frame: FrameType | None) -> None:
     os.write(2, b"stopped\n")
-    os.kill(os.getpid(), _signal.SIGINT)
+    if is_importing(frame):
+        _signal.signal(number, _signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    raise KeyboardInterrupt
 
 
-def _end_quietly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if issubclass(kind, KeyboardInterrupt):
-        print("stopped", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
-
-
-if sys.excepthook is sys.__excepthook__:
-    sys.excepthook = _end_quietly
 if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     try:  # noqa: SIM105 (contextlib is slow to import)
-        _signal.signal(_signal.SIGINT, _end_at_once)
+        _signal.signal(_signal.SIGINT, _stop)
     except ValueError:
         pass  # imported by a thread: its program has long begun

@@ -37,8 +37,8 @@ def data_home() -> Path:
 
 
 def peer_folder(run: bytes, old: Path | None = None) -> Path:
-    """For a peer of the run with this digest (32 bytes), locked for this process: the ``FolderLock`` that it
-    makes of it later takes the lock over.
+    """For a peer of the run with this digest (32 bytes), locked for this process. The ``FolderLock`` that it
+    makes later takes the lock over.
 
     ``old``: a folder that is preferred while nobody has it. Raises ``EnvironmentFault``.
     """

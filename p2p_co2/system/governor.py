@@ -1,8 +1,8 @@
 """When this peer works and when it rests: the hours its owner gave it, and the owner's last word.
 
-A machine without a clock: the minute of the local day is handed in. Without hours it works; a wish (pause,
-go on) overrides the hours until they next open or close, and counts for ever where there are none. A wish
-may come from a signal handler or another thread: it is one assignment. Or it comes from another process,
+A machine without a clock: the minute of the local day is handed in. Without hours it works. A wish (pause, go
+on) overrides the hours until they next open or close; where there are none it counts for ever. A wish may
+come from a signal handler or another thread: it is one assignment. Or it comes from another process,
 ``p2p-co2 pause``, by a file in the peer's folder (``WishFile``)."""
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Fresh pages are what large messages and tensors cost most: a fault takes ten times the copy itself. So
 
-- ``large_buffer`` uses its pages again, in a pool that holds no more than was in use at one moment lately,
-  and takes 2 MiB pages where there are some. So does torch's allocator where ``p2p_co2`` is imported first;
-- ``use_one_arena`` has glibc use one arena for all threads: a message is allocated on one thread and freed
-  on another, and each carrier's thread would keep an arena of its own largest moment;
-- ``return_holes`` gives back, once in a while, what is free among the arena's blocks.
+- ``large_buffer`` uses its pages again, in a pool that holds no more than was in use at one moment lately. It
+takes 2 MiB pages where there are some. So does torch's allocator where ``p2p_co2`` is imported first; -
+``use_one_arena`` has glibc use one arena for all threads. A message is allocated on one thread and freed on
+another: each would keep an arena of its own largest moment; - ``return_holes`` gives back, once in a while,
+what is free among the arena's blocks.
 
 Law: a training step takes no more page faults than in a program that has not joined. So glibc's own
 thresholds stand: they rise with the blocks that a step frees, and its tensors find their pages again.
@@ -110,7 +110,7 @@ class Pool:
     """Pages of large buffers that nobody uses any more, for the next ones.
 
     What it holds, used and kept, is never more than was in use at one moment lately. What is too much is
-    returned and no more: a message's pages in place of a mean's would cost the next mean all of its own. Any
+    returned and no more. A message's pages in place of a mean's would cost the next mean all of its own. Any
     thread may ask, and give back at any moment, in a garbage collection inside ``take`` too."""
 
     def __init__(self) -> None:

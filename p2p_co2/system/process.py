@@ -1,9 +1,9 @@
 """This process among others: is the machine one we run on, who may stop us, and what do we leave behind.
 
-The first SIGINT or SIGTERM asks, the second ends at once, and even then no process below this one survives
-(the libp2p daemon would keep its port). A child that is forked from it, as a DataLoader's workers are, holds
-nothing of ours open, so that a folder and ports are free when their process ends. Linux only. Sources:
-signal(7), prctl(2) PR_SET_PDEATHSIG, proc(5), fork(2), dup(2)."""
+The first SIGINT or SIGTERM asks, the second ends at once. Even then no process below this one survives: the
+libp2p daemon would keep its port. A child that is forked from it, as a DataLoader's workers are, holds
+nothing of ours open. So a folder and ports are free when their process ends. Linux only. Sources: signal(7),
+prctl(2) PR_SET_PDEATHSIG, proc(5), fork(2), dup(2)."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from types import FrameType
 from typing import Any, Protocol, Self
 
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.system.ctrl_c import is_importing
 
 VARIABLES = "P2P_CO2_"
 """Begins the names of the environment variables that options are read from."""
@@ -75,7 +76,7 @@ def processes_below(pid: int) -> list[int]:
 
 
 def program(module: str, *arguments: str) -> list[str]:
-    """The command line that runs one of our programs with this interpreter, wherever it is started: a user's
+    """The command line that runs one of our programs with this interpreter, wherever it is started. A user's
     own ``peers.py`` in the current folder is neither run nor imported instead."""
     return [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT), module, *arguments]
 
@@ -173,10 +174,11 @@ class StopSignals:
     """While entered, SIGINT and SIGTERM call ``ask`` once; the next one ends the process with status 130. In
     a child that was forked meanwhile they end it.
 
-    ``ask`` runs in the main thread between two bytecodes: it may set a flag, or raise ``KeyboardInterrupt``.
-    """
+    ``ask`` runs in the main thread between two bytecodes: it may set a flag, or return True for a
+    ``KeyboardInterrupt``, which is the rule. Amid an import, which may swallow one, that ends the process,
+    too."""
 
-    def __init__(self, ask: Callable[[], object], *numbers: signal.Signals) -> None:
+    def __init__(self, ask: Callable[[], object] = lambda: True, *numbers: signal.Signals) -> None:
         self.ask = ask
         self._numbers = numbers or (signal.SIGINT, signal.SIGTERM)
         self._process = os.getpid()
@@ -198,8 +200,10 @@ class StopSignals:
             os.kill(os.getpid(), number)
         elif not self.asked:
             self.asked = True
-            self.ask()
-            return
+            if self.ask() is not True:
+                return
+            if not is_importing(frame):
+                raise KeyboardInterrupt
         for pid in processes_below(os.getpid()):
             with suppress(ProcessLookupError):  # it was faster
                 os.kill(pid, signal.SIGKILL)
@@ -216,8 +220,8 @@ def say(text: str) -> None:
 
 @contextmanager
 def full_disk_named(folder: Path) -> Iterator[None]:
-    """While entered, a write that finds the disk full says so with ``folder``: the kernel tells of the file
-    only who opens it, not who writes."""
+    """While entered, a write that finds the disk full says so with ``folder``. The kernel names the file only
+    to what opens it, not to what writes."""
     try:
         yield
     except OSError as error:

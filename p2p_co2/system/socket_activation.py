@@ -1,9 +1,9 @@
 """Socket activation (systemd.socket(5), inetd): a listening socket, and a program that is started at the
 first connection and given the socket.
 
-So every peer serves its board on its own loopback port and still trains undisturbed: until a browser
-connects one thread sleeps in select(2). Then the program runs as a process of its own with low priority,
-takes the waiting connection from the inherited socket, and goes when nobody has looked for a while.
+So every peer serves its board on its own loopback port and still trains undisturbed: until a browser connects
+one thread sleeps in select(2). Then the program runs as a process of its own with low priority and takes the
+waiting connection from the inherited socket. It goes when nobody has looked for a while.
 
 It may ask this process over a socket pair: frames of 4 bytes of length and a ``Relayed`` message, bounded in
 size and number. A program that does not read is ended; ``close`` leaves no thread, process or socket."""
@@ -30,8 +30,8 @@ from p2p_co2.wire.messages_pb2 import Relayed
 MAX_FRAME_BYTES = 1 << 20
 MAX_ASKED = 64
 PATIENCE_S = 2.0
-"""For a program that does not read, or does not end when it is asked to (its history survives both); and
-before one that has ended is started again."""
+"""For a program that does not read, or does not end when asked to, and before one that has ended is started
+again. Its history survives both."""
 
 Ask = Callable[[Relayed], "Future[Relayed]"]
 

@@ -197,6 +197,17 @@ class RoundCounted(Event):
     """By peer: its weight (tokens) times the share of the fragment whose mean holds its slice."""
 
 
+class SliceMissed(Event):
+    """Work of this peer is not in ``parts`` of a committed mean. ``reason``: as ``owners``, who averaged
+    these, say: not_asked, late, no_room, not_awaited or hostile."""
+
+    fragment: int
+    round: int
+    reason: str
+    owners: tuple[str, ...]
+    parts: int
+
+
 class ContributionCapped(Event):
     """In a committed mean the work of ``other`` counted for a quarter of its claim, or less. Written by every
     member, of each peer at most once a minute; ``rounds``: how many since the last time. Weights are
@@ -347,6 +358,8 @@ class Recalled(Event):
     refused: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     """Microbatches, in a run with stages."""
+    missed: dict[str, int] = field(default_factory=dict)
+    """Exchanges with slices of it that were not counted, by reason."""
 
 
 EVENT_TYPES: dict[str, type[Event]] = {event_type.kind: event_type for event_type in Event.__subclasses__()}

@@ -79,6 +79,8 @@ class Tally:
     refused: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     """Microbatches given up, by reason."""
+    missed: Counter[str] = field(default_factory=Counter)
+    """Exchanges with slices of it that were not counted, by reason."""
     sends: int = 0
     rounds_alone: int = 0
     in_flight_s: float = 0.0
@@ -97,6 +99,7 @@ class Tally:
         self.caught_up = Counter(event.caught_up)
         self.refused = Counter(event.refused)
         self.dropped = Counter(event.dropped)
+        self.missed = Counter(event.missed)
         for delay, times in event.sync_delay_steps.items():
             if _is_number(delay):
                 _count_value(self.sync_delay_steps, int(delay), times)
@@ -104,6 +107,12 @@ class Tally:
             fragment, _, stale = key.partition(":")
             if _is_number(fragment) and _is_number(stale):
                 _count_value(self.staleness, (int(fragment), int(stale)), times)
+
+
+_TALLY_OF: dict[type[ev.Event], str] = {
+    ev.MessageRefused: "refused", ev.MicrobatchDropped: "dropped", ev.SliceMissed: "missed",
+}  # fmt: skip
+"""Of events that are counted by reason."""
 
 
 @dataclass
@@ -281,10 +290,8 @@ class PeerRecord:
                     self.loading = dataclasses.replace(self.loading, fragments=left) if left else None
             case ev.AgreedMeasured() if math.isfinite(event.loss) and math.isfinite(event.position):
                 self.agreed = event
-            case ev.MessageRefused():
-                _count(self.tally.refused, event.reason)
-            case ev.MicrobatchDropped():
-                _count(self.tally.dropped, event.reason)
+            case ev.MessageRefused() | ev.MicrobatchDropped() | ev.SliceMissed():
+                _count(getattr(self.tally, _TALLY_OF[type(event)]), event.reason)
             case ev.Recalled():
                 self.tally.recall(event)
 
@@ -323,7 +330,7 @@ def recalled(view: PeerRecord) -> list[ev.Event]:
         staleness={f"{fragment}:{stale}": times for (fragment, stale), times in staleness.items()},
         sync_delay_steps={str(delay): times for delay, times in delays.items()},
         skipped_sends=dict(tally.skipped_sends), caught_up=dict(tally.caught_up - newer.caught_up),
-        refused=dict(tally.refused), dropped=dict(tally.dropped),
+        refused=dict(tally.refused), dropped=dict(tally.dropped), missed=dict(tally.missed),
     )  # fmt: skip
     told = view.start, view.progress, view.pipeline, view.end, view.agreed
     newest = [event for event in told if event and event.peer]

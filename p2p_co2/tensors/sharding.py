@@ -2,8 +2,8 @@
 lies in this process.
 
 ``held`` gives the elements in row-major order, so a shard is one range of a parameter as fragments number it.
-``shard`` is its memory, and ``as_sharded`` makes such a tensor from one's own part. None of them talks to
-another process. A tensor that is not cut is its own shard, whole.
+``shard`` is its memory, and ``as_sharded`` makes such a tensor from one's own part. ``whole`` alone talks to
+other processes. A tensor that is not cut is its own shard, whole.
 
 Law: first-dimension cuts are torch's, ``ceil(rows / ranks)`` rows to a rank, so the last ranks hold fewer or
 none. Other cuts, such as tensor parallelism's, are named by ``trouble_with_cut`` and not read.
@@ -28,6 +28,15 @@ def shard(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return tensor.to_local()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of it, outside autograd: every process that has a shard asks at the same time."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    there = tensor.detach().to(tensor.device_mesh.device_type)  # an offloaded one goes where its group speaks
+    assert is_sharded(there)
+    return there.full_tensor()
 
 
 def held(tensor: Tensor) -> tuple[int, int]:

@@ -38,11 +38,11 @@ from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
 from p2p_co2.trainer.arrival import Arrival, Beginning, caught_up
 from p2p_co2.trainer.exchanged_model import Plan, check_model
-from p2p_co2.trainer.group import begin, form_group, frozen_digests, spread_buffers
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.model_summary import ModelBuffers, summarise
 from p2p_co2.trainer.peer import Peer
+from p2p_co2.trainer.ranks.group import form_group, spread_buffers
 from p2p_co2.trainer.ranks.parameters import Group
 from p2p_co2.trainer.ranks.peer import LeadingPeer, as_one_peer
 from p2p_co2.trainer.rates import Rates
@@ -182,7 +182,7 @@ class Connection:
         fragments = plan_fragments(model, self.run.fragments)
         plan = Plan(self.run, self.config, fragments, model, optimizer, stage, group)
         if group is not None:
-            begin(group, self.run)
+            group.ranks.tell("begin", self.run.canonical_bytes().decode())
         saved = self._load(plan, False if start_over else resume)
         is_resumed = saved is not None
         position = None if saved is None else saved.position
@@ -198,7 +198,8 @@ class Connection:
             self._arrive(node, beginning)
             self._share_buffers(model, not is_resumed and any(agreed.version for agreed in node.agreed))
             if group is not None:
-                spread_buffers(group, model)
+                group.ranks.tell("buffers")
+                spread_buffers(group.ranks, model)
         except BaseException:
             ledger.close()
             raise
@@ -359,7 +360,7 @@ class Connection:
             chunk_bytes=ledger.chunk_bytes, weight_cap=run.weight_cap, counts_steps=not is_timed,
         )  # fmt: skip
         sizes = [state_size_bytes(fragment.numel) for fragment in fragments]
-        summary = summarise(plan.model, plan.fragments, frozen_digests(plan))
+        summary = summarise(plan.model, plan.fragments, {} if plan.group is None else plan.group.frozen)
         node = self._part.start_node(shape, sizes, ledger, summary)
         if unread := [row.name for row in summary.rows if not (row.is_trained or row.values)]:
             names = ", ".join(unread[:4])

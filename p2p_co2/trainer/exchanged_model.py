@@ -40,7 +40,7 @@ _FROM_THE_START = (
 class Plan:
     """What a peer trains, and with what: the agreed run, its own config, the cut model, the inner
     optimizer. ``stage``: the one that ``model`` is; None if it is the whole model. ``group``: the ranks
-    that hold it together, if this is rank 0 of some."""
+    that hold it together, if this is one of some."""
 
     run: RunConfig
     config: PeerConfig
@@ -54,7 +54,7 @@ class Plan:
         """The parameters in training, by fragment."""
         if self.group is None:
             return LiveParameters(self.model, self.fragments)
-        return RankedParameters(self.group, self.model, self.fragments)
+        return RankedParameters(self.group.ranks, self.model, self.fragments)
 
 
 class ExchangedModel:

@@ -4,7 +4,7 @@ Compared are names, shapes, dtypes, fragments, and the values of what is frozen 
 Adapters that were fitted to different frozen bases would be averaged into something that fits none of them.
 Quantised layers keep their frozen base in buffers: matrices of narrow numbers count as frozen parameters do.
 
-A newcomer begins with a donor's persistent buffers (``catchup.buffers``), batch-norm statistics above all:
+A newcomer begins with a donor's persistent buffers (``catchup.donor``), batch-norm statistics above all:
 they are in no fragment and in no mean. Running statistics go first, then the others, small ones first, as
 long as all are within ``MOST_BYTES``. Which go, and where in the bytes they lie, depends on names, shapes and
 dtypes alone.
@@ -22,7 +22,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from p2p_co2.digest import digest
-from p2p_co2.tensors.checkpoint.tensorfile import trouble_with
+from p2p_co2.tensors.checkpoint.parts import trouble_with
 from p2p_co2.tensors.fragments import FragmentPlan
 from p2p_co2.tensors.names import named_buffers, named_parameters
 from p2p_co2.trainer.exchanged_model import EXCHANGED
@@ -155,4 +155,4 @@ def _is_finite(values: Tensor) -> Tensor:
 
 def _layout(buffers: dict[str, Tensor]) -> int:
     rows = [f"{name}\0{tuple(one.shape)}\0{one.dtype}" for name, one in buffers.items()]
-    return int.from_bytes(digest("\n".join(rows).encode())[:8], "little")
+    return int.from_bytes(digest("\n".join(rows).encode())[:6], "little")  # as versions are

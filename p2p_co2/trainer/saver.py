@@ -23,9 +23,9 @@ from torch import Tensor
 from p2p_co2.config import CHECKPOINT_BYTES_PER_DAY, CHECKPOINT_LEAST_S
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors.checkpoint.folder import Checkpoint, Saving, parts
-from p2p_co2.tensors.checkpoint.tensorfile import trouble_with
-from p2p_co2.tensors.checkpoint.tree import Said, say
+from p2p_co2.tensors.checkpoint.folder import Checkpoint, Saving, changing_parts
+from p2p_co2.tensors.checkpoint.parts import trouble_with
+from p2p_co2.tensors.checkpoint.tree import SavedTree, say
 from p2p_co2.tensors.fragments import LiveParameters, large_tensor
 from p2p_co2.tensors.names import named_buffers
 from p2p_co2.trainer.exchanged_model import Plan
@@ -137,10 +137,10 @@ class Saver:
             parameters=self._shapes, stage=plan.stage,
         )  # fmt: skip
         stopped_s = time.monotonic() - began_at
-        self.copies = copies = ShareQueue(parts(checkpoint, said), self._live, stopped_s)
+        self.copies = copies = ShareQueue(changing_parts(checkpoint, said), self._live, stopped_s)
         self.under_way = self._thread.submit(self._write, checkpoint, said, copies, began_at)
 
-    def _look(self) -> tuple[Said, dict[str, Tensor]]:
+    def _look(self) -> tuple[SavedTree, dict[str, Tensor]]:
         """What of the inner optimizer's state and of the buffers can be saved. Tells, once, what cannot."""
         troubles = []
         buffers = {}
@@ -153,7 +153,7 @@ class Saver:
             said = say(self._live.state_of(self.plan.optimizer))
         except FAULTS as error:
             why = f"the inner optimizer (its state_dict raises {type(error).__name__}: {error})"
-            said = Said({"dict": []}, (), (why,))
+            said = SavedTree({"dict": []}, (), (why,))
         new = [text for text in (*troubles, *said.left_out) if text not in self._told]
         if new:
             self._told.update(new)
@@ -163,7 +163,7 @@ class Saver:
         self.size_bytes = 8 * self.plan.fragments.numel + sum(map(size_bytes_of, changing))
         return said, buffers
 
-    def _write(self, checkpoint: Checkpoint, said: Said, copies: ShareQueue, began_at: float) -> None:
+    def _write(self, checkpoint: Checkpoint, said: SavedTree, copies: ShareQueue, began_at: float) -> None:
         """On the saver's thread: the whole of a checkpoint."""
         saving = None
         states, residuals, past = self._ledger.borrow()

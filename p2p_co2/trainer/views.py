@@ -6,16 +6,17 @@ import asyncio
 import contextlib
 import queue
 import random
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from p2p_co2.node.catchup import fetch_buffers
 from p2p_co2.node.network import ModelShare
 from p2p_co2.node.node import Node
 from p2p_co2.node.pipeline_node import PipelineNode, Result
 from p2p_co2.node.shell import Shell
 from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.catchup.donor import EXPORT_SLOWEST_BYTES_PER_S, LOADS_S
+from p2p_co2.protocol.catchup.goals import BUFFERS, Goal
 from p2p_co2.protocol.pipeline import Key, Work
 from p2p_co2.protocol.rounds import Offer
 from p2p_co2.telemetry import events as ev
@@ -99,35 +100,29 @@ class NodeView:
 
     def give_buffers(self) -> None:
         """Hand this peer's buffers to newcomers, if any wait for them."""
-        if self._buffers is None or not self.node.catchup.buffers.is_wanted:
+        if self._buffers is None or not self.node.catchup.donor.buffers.are_wanted:
             return
         if not (data := self._buffers.to_bytes()):
             text = "newcomers are not given this peer's buffers: they are other ones than in join"
             self.report(ev.Warned, {"text": text})
-        self._loop.call_soon_threadsafe(self._publish, data)
-
-    def _publish(self, data: bytes) -> None:
-        self.node.catchup.buffers.publish(data, self.node.now())
-        self.node.pump()
+        self._loop.call_soon_threadsafe(lambda: self.node.catchup.donor.give_buffers(data, self.node.now()))
 
     async def take_buffers(self, buffers: ModelBuffers, is_newcomer: bool) -> bytearray:
         """Give ``buffers`` from now on. Those of a peer that trains, if this one ``is_newcomer``; empty if
         nobody gave them in time. On the loop."""
         self._buffers = buffers
-        machine = self.node.catchup.buffers
-        machine.layout = buffers.layout
-        machine.size_bytes = buffers.size_bytes
+        given = self.node.catchup.donor.buffers
+        given.layout = buffers.layout
+        given.size_bytes = buffers.size_bytes
         donors = self.live_trainers() if is_newcomer and buffers.size_bytes else []
-        taken = bytearray()
-        for donor in random.Random().sample(donors, min(len(donors), MAX_BUFFER_DONORS)):
-            machine.ask(PeerId(donor))
-            ends_at = time.monotonic() + LOADS_S + machine.size_bytes / EXPORT_SLOWEST_BYTES_PER_S
-            while machine.is_asking and time.monotonic() < ends_at:
-                self.node.pump()
-                await asyncio.sleep(0.02)
-            if taken := machine.take():
-                break
-        return taken
+        asked = random.Random().sample(donors, min(len(donors), MAX_BUFFER_DONORS))
+        if not asked:
+            return bytearray()
+        within_s = len(asked) * (LOADS_S + buffers.size_bytes / EXPORT_SLOWEST_BYTES_PER_S)
+        peers = tuple(map(PeerId, asked))
+        goal = Goal(BUFFERS, len(self.node.agreed), buffers.layout, peers, size_bytes=buffers.size_bytes)
+        node = self.node
+        return bytearray(await fetch_buffers(node.catchup, goal, within_s, node.now, node.pump))
 
 
 class PipelineView:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.system.memory import Buffer, Joined
 from p2p_co2.wire.kinds import KINDS
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
@@ -40,7 +40,7 @@ class Opened:
         """``data``: the body's, if it lies beside it. Raises ``RemoteProtocolError`` for no known kind."""
         kind = KINDS.get(envelope.WhichOneof("body") or "")
         if kind is None:
-            raise RemoteProtocolError("unknown message", "no body that this version knows")
+            raise RemoteProtocolError(Offence.UNKNOWN_MESSAGE, "no body that this version knows")
         self.kind = kind
         body = getattr(envelope, kind.name)
         self.body: Any = body if data is None else _WithData(body, data)
@@ -54,11 +54,11 @@ class Opened:
 def opened(data: bytes, group: bytes) -> Opened:
     """A message of this version and group (its digest). Raises ``RemoteProtocolError``."""
     if len(data) > MAX_MESSAGE_BYTES:
-        raise RemoteProtocolError("too large", f"{len(data)} bytes")
+        raise RemoteProtocolError(Offence.TOO_LARGE, f"{len(data)} bytes")
     try:
         envelope, beside = parse(data)
     except DecodeError:
-        raise RemoteProtocolError("unreadable", "not an Envelope") from None
+        raise RemoteProtocolError(Offence.UNREADABLE, "not an Envelope") from None
     if envelope.version != PROTOCOL_VERSION:
         spoken = f"{envelope.version}, this peer speaks {PROTOCOL_VERSION}"
         raise RemoteProtocolError("unknown version", spoken)
@@ -66,7 +66,7 @@ def opened(data: bytes, group: bytes) -> Opened:
         raise RemoteProtocolError(OTHER_GROUP, envelope.run.hex()[:16])
     message = Opened(envelope, beside)
     if len(data) > message.kind.most_bytes:
-        raise RemoteProtocolError("too large", f"a {message.kind.name} of {len(data)} bytes")
+        raise RemoteProtocolError(Offence.TOO_LARGE, f"a {message.kind.name} of {len(data)} bytes")
     _check_padding(envelope, len(data), 0 if beside is None else len(beside))
     return message
 
@@ -87,7 +87,7 @@ def _check_padding(envelope: Envelope, size_bytes: int, beside_bytes: int) -> No
     envelope.DiscardUnknownFields()
     said_bytes = envelope.ByteSize() + beside_bytes
     if size_bytes > 2 * said_bytes + PADDING_BYTES:
-        raise RemoteProtocolError("padded", f"{size_bytes} bytes that say no more than {said_bytes} would")
+        raise RemoteProtocolError(Offence.PADDED, f"{size_bytes} bytes that say what {said_bytes} would")
 
 
 def head_of(group: bytes) -> bytes:

@@ -18,7 +18,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from google.protobuf.message import DecodeError, Message
 
-from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
+from p2p_co2.errors import ConfigError, EnvironmentFault, Offence, RemoteProtocolError
 from p2p_co2.wire.limits import MAX_PEER_ID, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Signed
 
@@ -113,17 +113,17 @@ def public_key_of(peer_id: str) -> bytes:
     except ValueError:
         raw = b""
     if len(raw) != 38 or not raw.startswith(_MULTIHASH_PREFIX + _KEY_PREFIX):
-        raise RemoteProtocolError("bad peer id", repr(peer_id[:64]))
+        raise RemoteProtocolError(Offence.BAD_PEER_ID, repr(peer_id[:64]))
     return raw[6:]
 
 
 def verify(signer: str, context: bytes, content: bytes, signature: bytes) -> None:
-    """Raise ``RemoteProtocolError("wrong signature")`` unless ``signer`` signed ``content`` for
+    """Raise ``RemoteProtocolError(Offence.WRONG_SIGNATURE)`` unless ``signer`` signed ``content`` for
     ``context``."""
     try:
         _key_of(signer).verify(signature, context + b"\0" + content)
     except InvalidSignature:
-        raise RemoteProtocolError("wrong signature", f"claimed by {signer}") from None
+        raise RemoteProtocolError(Offence.WRONG_SIGNATURE, f"claimed by {signer}") from None
 
 
 @lru_cache(maxsize=MAX_PEERS)
@@ -137,7 +137,7 @@ def parsed(kind: type[_Read], data: bytes) -> _Read:
     try:
         return kind.FromString(data)
     except DecodeError:
-        raise RemoteProtocolError("unreadable", f"not a {kind.DESCRIPTOR.name}") from None
+        raise RemoteProtocolError(Offence.UNREADABLE, f"not a {kind.DESCRIPTOR.name}") from None
 
 
 def unseal(context: bytes, data: bytes) -> tuple[PeerId, bytes]:

@@ -7,6 +7,21 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Missed(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    UNSAID: _ClassVar[Missed]
+    NOT_ASKED: _ClassVar[Missed]
+    LATE: _ClassVar[Missed]
+    NO_ROOM: _ClassVar[Missed]
+    NOT_AWAITED: _ClassVar[Missed]
+    HOSTILE: _ClassVar[Missed]
+UNSAID: Missed
+NOT_ASKED: Missed
+LATE: Missed
+NO_ROOM: Missed
+NOT_AWAITED: Missed
+HOSTILE: Missed
+
 class Envelope(_message.Message):
     __slots__ = ("version", "run", "ping", "pong", "leave", "ready", "waiting", "begin", "part", "mean", "result", "decision", "ask_outcome", "behind", "fetch", "manifest", "chunk", "refusal", "model_table", "neighbour", "forward", "backward", "declined", "dropped")
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -264,7 +279,7 @@ class Contributor(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class Mean(_message.Message):
-    __slots__ = ("key", "part", "generation", "offset", "total", "data", "contributors", "signature")
+    __slots__ = ("key", "part", "generation", "offset", "total", "data", "contributors", "signature", "missed")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +288,7 @@ class Mean(_message.Message):
     DATA_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
     key: RoundKey
     part: int
     generation: int
@@ -281,19 +297,22 @@ class Mean(_message.Message):
     data: bytes
     contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
     signature: bytes
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., part: _Optional[int] = ..., generation: _Optional[int] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    missed: _containers.RepeatedScalarFieldContainer[Missed]
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., part: _Optional[int] = ..., generation: _Optional[int] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., signature: _Optional[bytes] = ..., missed: _Optional[_Iterable[_Union[Missed, str]]] = ...) -> None: ...
 
 class PartOutcome(_message.Message):
-    __slots__ = ("start_block", "stop_block", "digest", "contributors")
+    __slots__ = ("start_block", "stop_block", "digest", "contributors", "missed")
     START_BLOCK_FIELD_NUMBER: _ClassVar[int]
     STOP_BLOCK_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
     start_block: int
     stop_block: int
     digest: bytes
     contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
-    def __init__(self, start_block: _Optional[int] = ..., stop_block: _Optional[int] = ..., digest: _Optional[bytes] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ...) -> None: ...
+    missed: _containers.RepeatedScalarFieldContainer[Missed]
+    def __init__(self, start_block: _Optional[int] = ..., stop_block: _Optional[int] = ..., digest: _Optional[bytes] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., missed: _Optional[_Iterable[_Union[Missed, str]]] = ...) -> None: ...
 
 class LostPart(_message.Message):
     __slots__ = ("part", "generation")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_VERSION
 from p2p_co2.wire.messages_pb2 import Status
 
@@ -54,15 +54,15 @@ def read_status(status: Status) -> PeerStatus:
     )  # fmt: skip
     for number in (read.position, read.upload_bytes_per_s, read.download_bytes_per_s, read.heartbeat_s):
         if not 0 <= number < 1e18:  # NaN fails every comparison
-            raise RemoteProtocolError("bad status", f"position or rate out of range: {number}")
+            raise RemoteProtocolError(Offence.BAD_STATUS, f"position or rate out of range: {number}")
     versions = read.versions
     digests = read.digests
     if 8 * len(read.finished) > MAX_FRAGMENTS + 7:
-        raise RemoteProtocolError("bad status", f"{8 * len(read.finished)} finished fragments")
+        raise RemoteProtocolError(Offence.BAD_STATUS, f"{8 * len(read.finished)} finished fragments")
     if len(versions) > MAX_FRAGMENTS or len(digests) not in (0, len(versions)):
-        raise RemoteProtocolError("bad status", "versions and digests do not belong together")
+        raise RemoteProtocolError(Offence.BAD_STATUS, "versions and digests do not belong together")
     if versions and max(versions) > MAX_VERSION:
-        raise RemoteProtocolError("bad status", f"a version of {max(versions)}")
+        raise RemoteProtocolError(Offence.BAD_STATUS, f"a version of {max(versions)}")
     if not _DIGEST_LENGTHS.issuperset(map(len, digests)):
-        raise RemoteProtocolError("bad status", "a digest has the wrong length")
+        raise RemoteProtocolError(Offence.BAD_STATUS, "a digest has the wrong length")
     return read

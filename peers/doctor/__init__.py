@@ -1,9 +1,9 @@
 """``p2p-co2 doctor``: can this machine take part, how, and what would make it better, before anything is
 downloaded.
 
-``machine`` looks at this machine alone (the part that ``join`` runs too) and at what the run asks of it,
-``network`` at the way to the swarm and at how others see us. In under 30 s, some megabytes each way. Nothing
-of the run is downloaded but its settings; what could not be found out is "unknown", never "ok"."""
+``machine`` looks at this machine alone, which ``join`` does too, and at what the run asks of it. ``network``
+looks at the way to the swarm and at how others see us. In under 30 s, some megabytes each way. Nothing of the
+run is downloaded but its settings; what could not be found out is "unknown", never "ok"."""
 
 from __future__ import annotations
 

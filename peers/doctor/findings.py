@@ -1,8 +1,7 @@
 """What was found, and what it means for taking part.
 
-The exit status and the role follow from the findings alone: 2 if one of them forbids taking part, 1 if one
-limits it or, once a swarm was asked, is not known, else 0.
-"""
+The exit status and the role follow from the findings alone. 2: one of them forbids taking part. 1: one limits
+it or, once a swarm was asked, is not known. Else 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way to the swarm, stage by stage: daemon, seeds, run, clock; and how others see this machine: NAT,
+"""The way to the swarm, stage by stage: daemon, seeds, run, clock. Then how others see this machine: NAT,
 whether it can be dialled, how fast bytes go either way.
 
 A daemon and an identity of its own, for a moment: a peer that runs beside it is not disturbed, and nothing

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from google.protobuf.message import Message
 
-from p2p_co2.node.router import GRAVE
+from p2p_co2.errors import Blame, blame_of
 from p2p_co2.protocol.rounds.gathering import behind_message
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.envelope import head_of
@@ -144,7 +144,7 @@ class Game:
             self.refused.update(one.node.router.refusals)
         self.world.check()
         innocent = [one for one in self.refused if one[0] not in self.liars]
-        assert not [one for one in innocent if one[2] in GRAVE or not self._losses], innocent
+        assert not [one for one in innocent if blame_of(one[2]) is Blame.GRAVE or not self._losses], innocent
         if self.liars == {LIAR.peer_id} and not self._losses:
             self.world.check_agreed()
             assert all(later > sooner for sooner, later in zip(before, self.world.done(), strict=True))

@@ -1,13 +1,11 @@
-"""The donor: serves past rounds and exported states in chunks, within memory bounds.
+"""The donor: serves past rounds, exported states and buffers in chunks, within memory bounds.
 
-A state is exported when somebody asks and kept while it is being loaded, so that the chunks of one version
-stay the same although the swarm commits meanwhile. The rounds since are held as well, and for a while after
-it, for the newcomer to replay.
+A state is exported when somebody asks, and kept while it is loaded. So the chunks of one version stay the
+same although the swarm commits meanwhile. The rounds since are held as well, and for a while after it.
 
-Laws: one large export at a time (``EXPORTS_FREE_BYTES``), none for longer than its idle and its whole time
-allow; one that nobody takes chunks of makes room at once. The tensor side is busy with large exports for at
-most one part in 1 + ``EXPORT_REST`` of its time. Price: room goes to whoever asks first, and identities are
-free to make.
+Laws: one large export at a time (``EXPORTS_FREE_BYTES``), within its idle and its whole time. One that nobody
+takes chunks of makes room at once. The tensor side is busy with large exports for at most one part in 1 +
+``EXPORT_REST`` of its time. Price: room goes to whoever asks first, and identities are free to make.
 """
 
 from __future__ import annotations
@@ -18,9 +16,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from p2p_co2.digest import chunk_digests, digest_of_chunks
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.catchup.goals import PATIENCE_S, ROUND, STATE, ExportWanted, Outbox, Shape
-from p2p_co2.protocol.catchup.history import HISTORY_ROUNDS_KEPT, History
+from p2p_co2.protocol.catchup.goals import (
+    BUFFERS,
+    PATIENCE_S,
+    ROUND,
+    STATE,
+    ExportWanted,
+    Outbox,
+    TransferSizes,
+)
+from p2p_co2.protocol.catchup.history import HISTORY_ROUNDS_KEPT, RoundHistory
 from p2p_co2.protocol.catchup.manifest import chunk_at, make_manifest
 from p2p_co2.system.memory import Buffer, Joined
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
@@ -67,12 +74,23 @@ class Export:
         return any(now < until for peer, until in self.users.items() if peer != but_for)
 
 
+@dataclass
+class BufferStore:
+    """What a newcomer is given of buffers: ``layout`` names their order, shapes and dtypes, ``size_bytes`` is
+    of all, 0 if there are none. ``are_wanted``: the training thread should ``give_buffers``; it asks."""
+
+    layout: int = 0
+    size_bytes: int = 0
+    are_wanted: bool = False
+    export: Export | None = None
+
+
 class Donor:
     """Holds the last rounds' means and the states that somebody is loading now. ``gave_at``: when anybody was
     sent a chunk last; other threads look at it."""
 
     def __init__(
-        self, identity: Identity, run: bytes, shape: Shape, out: Outbox,
+        self, identity: Identity, run: bytes, shape: TransferSizes, out: Outbox,
         is_everywhere: Callable[[int, int], bool],
     ) -> None:  # fmt: skip
         self._identity = identity
@@ -80,7 +98,7 @@ class Donor:
         self.shape = shape
         self._out = out
         self._versions = [0] * len(shape.state_bytes)
-        self.history = History(shape, is_everywhere)
+        self.history = RoundHistory(shape, is_everywhere)
         self.exports: OrderedDict[tuple[int, int], Export] = OrderedDict()
         self._replayed: tuple[int, int, float] | None = None
         """Fragment, version and end of the last loaded export that has gone: the rounds since are kept."""
@@ -88,6 +106,7 @@ class Donor:
         self._began_at: dict[int, float] = {}
         self._rests_until = -math.inf
         self.gave_at = -math.inf
+        self.buffers = BufferStore()
 
     def held(self) -> dict[str, tuple[int, int]]:
         """What is held for others: (now, at most) by the name of the bound."""
@@ -139,10 +158,13 @@ class Donor:
 
     def receive(self, fetch: Fetch, sender: PeerId, now: float) -> None:
         """Answer a peer that is behind; raises ``RemoteProtocolError`` for a chunk that cannot be."""
-        size = self.shape.bytes_of(fetch.what, fetch.fragment)
+        is_buffers = fetch.what == BUFFERS
+        size = self.buffers.size_bytes if is_buffers else self.shape.bytes_of(fetch.what, fetch.fragment)
         if fetch.want_chunk and chunk_at(fetch.chunk, size, self.shape.chunk_bytes).start >= size:
             raise RemoteProtocolError("unknown chunk", f"{fetch.chunk} of {size} bytes")
-        if fetch.what == ROUND:
+        if is_buffers:
+            self._serve_buffers(fetch, sender, now)
+        elif fetch.what == ROUND:
             self._serve_round(fetch, sender, now)
         elif fetch.want_chunk:
             self._serve_chunk(fetch, sender, now)
@@ -251,6 +273,39 @@ class Donor:
         for fragment, version in self.exports:
             held[fragment] = min(version, held.get(fragment, version))
         self.history.hold(held)
+
+    # ---- buffers
+
+    def give_buffers(self, data: bytes, now: float) -> None:
+        """The answer to ``buffers.are_wanted``; empty if there are none from now on."""
+        store = self.buffers
+        if not store.are_wanted:
+            return  # they are there: what is loaded must stay the same
+        store.are_wanted = False
+        if not data:
+            store.size_bytes = 0
+            return
+        digests = list(chunk_digests(data, self.shape.chunk_bytes))
+        place = Fetch(what=BUFFERS, fragment=len(self._versions), version=store.layout)
+        manifest = self._sign(place, len(data), digests, digest=digest_of_chunks(digests))
+        store.export = Export(data, now, now + 10 * PATIENCE_S, manifest)
+
+    def _serve_buffers(self, fetch: Fetch, peer: PeerId, now: float) -> None:
+        """As they were when somebody asked first; chunk by chunk, as long as somebody does."""
+        store = self.buffers
+        if store.export is not None and now >= store.export.dropped_at():
+            store.export = None
+        if not store.size_bytes or fetch.version != store.layout:
+            self._refuse(fetch, peer, "other buffers, or none")
+        elif store.export is not None:
+            store.export.asked_at = now
+            if fetch.want_chunk:
+                self._send_chunk(fetch, peer, store.export.data)
+            else:
+                self._answer(fetch, peer, store.export.manifest)
+        else:
+            store.are_wanted = not fetch.want_chunk
+            self._refuse(fetch, peer, "not copied yet", again=True)
 
     # ---- answers
 

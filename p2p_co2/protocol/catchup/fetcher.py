@@ -4,15 +4,13 @@
               ^                        |
               +---- nobody has it -----+     at most ``ATTEMPTS`` times
 
-A donor owes at most ``OUTSTANDING`` chunks, in all loads together: one is on its way while the next is asked
-for, and a liar costs two. Donors answer in order: what was asked for before a chunk that came is lost. When
-no chunk is left to deal, an idle donor repeats what another owes for long (work stealing). A donor that is
-silent or wrong loses its place, and its chunks go back into the queue.
+A donor owes at most ``OUTSTANDING`` chunks, in all loads together. Donors answer in order: what was asked for
+before a chunk that came is lost. When no chunk is left to deal, an idle donor repeats what another owes for
+long. A donor that is silent or wrong loses its place, and its chunks go back into the queue.
 
-Laws: nothing is allocated before a signed manifest of the size that this peer computed; what others
-contradict is refused before a byte of it is asked for; every chunk kept has the digest that was promised;
-every wait has a timer; one goal and one content at a time for each fragment. Price: what was loaded of a
-content that all donors let go of is lost; a small state over a far way takes seconds.
+Laws: nothing is allocated before a signed manifest of the size that this peer computed. What others
+contradict is refused before a byte of it is asked for. Every chunk kept has the digest that was promised. One
+goal and one content at a time for each fragment. Price: what all donors of a content let go of is lost.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from p2p_co2.protocol.catchup.goals import (
     Goal,
     Loading,
     Outbox,
-    Shape,
+    TransferSizes,
     Vouch,
 )
 from p2p_co2.protocol.catchup.load import ATTEMPTS, MOST_AT_ONCE, Load, Terms
@@ -40,12 +38,16 @@ from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 
 OUTSTANDING = 2
-SILENT_TIMES, SILENT_FLOOR_S = 8.0, 10.0
-"""A donor that gives nothing for so many times what a chunk usually takes is silent: not before the second,
-and in any case after ``PATIENCE_S``."""
-REPEAT_TIMES, REPEAT_FLOOR_S = 3.0, 0.5
-"""An idle donor repeats a chunk that another owes for so many times what it needs itself, at least the
-second; where that is not known, for what the slowest lines take: ``PATIENCE_S`` for the largest chunk."""
+"""One is on its way while the next is asked for, and a liar costs two."""
+SILENT_TIMES = 8.0
+"""A donor that gives nothing for so many times what a chunk usually takes is silent."""
+SILENT_FLOOR_S = 10.0
+"""Not before that; and in any case after ``PATIENCE_S``."""
+REPEAT_TIMES = 3.0
+"""An idle donor repeats a chunk that another owes for so many times what it needs itself. Where that is not
+known, for what the slowest lines take: ``PATIENCE_S`` for the largest chunk."""
+REPEAT_FLOOR_S = 0.5
+"""Not before that."""
 TELL_EVERY_S = 2.0
 """So often it is told how far the loading of states is."""
 
@@ -54,7 +56,7 @@ Owed = tuple[int, int]
 
 
 @dataclass(eq=False)
-class Line:
+class DonorLine:
     """One donor. ``owed``: what it was asked for, oldest first, and when; ``took_s``: its last chunk, after
     the one before it; 0 if not known."""
 
@@ -71,9 +73,9 @@ class Line:
 class OwedChunks:
     """What all donors owe. ``came_at``: when the last right chunk came from anybody."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TransferSizes) -> None:
         self._unknown_s = PATIENCE_S * shape.chunk_bytes * shape.scale / MAX_DATA_BYTES
-        self._lines: dict[PeerId, Line] = {}
+        self._lines: dict[PeerId, DonorLine] = {}
         self.came_at = -math.inf
 
     def clear(self) -> None:
@@ -81,13 +83,13 @@ class OwedChunks:
         self._lines.clear()
 
     def ask(self, peer: PeerId, owed: Owed, now: float) -> None:
-        line = self._lines.setdefault(peer, Line(now))
+        line = self._lines.setdefault(peer, DonorLine(now))
         line.heard_at = line.heard_at if line.owed else now
         line.owed[owed] = now
 
     def gave(self, peer: PeerId, owed: Owed, now: float) -> list[Owed]:
         """A right chunk came: those that were asked for before it, and are lost."""
-        line = self._lines.setdefault(peer, Line(now))
+        line = self._lines.setdefault(peer, DonorLine(now))
         self.came_at = now
         lost = list[Owed]()
         if owed in line.owed:
@@ -101,7 +103,8 @@ class OwedChunks:
     def is_busy(self, peer: PeerId, now: float) -> None:
         """A round's bytes came from ``peer``: its chunks come after them."""
         if (line := self._lines.get(peer)) is not None:
-            line.heard_at, line.owed = now, dict.fromkeys(line.owed, now)
+            line.heard_at = now
+            line.owed = dict.fromkeys(line.owed, now)
 
     def forget(self, request: int, peer: PeerId | None = None) -> set[int]:
         """Wait no more for what ``peer`` (None: anybody) owes to one load; those chunks that nobody else
@@ -157,7 +160,7 @@ class Fetcher:
     """One goal per fragment at a time; a new goal for it replaces the old one. ``got_at``: when a right chunk
     came that had not come before."""
 
-    def __init__(self, run: bytes, shape: Shape, out: Outbox) -> None:
+    def __init__(self, run: bytes, shape: TransferSizes, out: Outbox) -> None:
         self.shape = shape
         self._out = out
         self._terms = Terms(run, shape)
@@ -324,10 +327,12 @@ class Fetcher:
             self.owed.clear()
 
     def _may_start(self, goal: Goal) -> bool:
+        if goal.what != STATE:
+            return True
         states = [load.goal.fragment for load in self._loads.values() if load.goal.what == STATE]
         size = sum(self.shape.state_bytes[fragment] for fragment in (*states, goal.fragment))
         is_small = len(states) < MOST_AT_ONCE and self.shape.is_free(size)
-        return goal.what != STATE or not states or is_small
+        return not states or is_small
 
     def _start(self, goal: Goal, now: float) -> None:
         self._requests += 1

@@ -17,13 +17,15 @@ BUFFERS = Fetch.BUFFERS
 CatchUpMessage = Fetch | Manifest | Chunk | Refusal
 
 PATIENCE_S = 60.0
-"""A donor that owes a chunk, and a newcomer that had one, are waited for so long: the largest takes 52 s over
+"""A donor that owes a chunk, and a newcomer that had one, are waited for so long. The largest takes 52 s over
 a line of 10 kB/s. Twice that: for a load that gets nothing, and until a donor that lied is asked again."""
 EXPORTS_FREE_BYTES = 16 << 20
 """States up to this much together are given, and loaded, side by side. Larger ones go one after the other,
 so that a donor never holds more than one of them."""
-CHUNKS_OF_A_STATE, LEAST_CHUNK_BYTES = 128, 64 << 10
+CHUNKS_OF_A_STATE = 128
 """A chunk is a state's part of so many, but within ``LEAST_CHUNK_BYTES`` and ``MAX_DATA_BYTES``."""
+LEAST_CHUNK_BYTES = 64 << 10
+"""What a slow line still takes between two heartbeats or so."""
 
 
 def chunk_bytes_of(state_bytes: Sequence[int]) -> int:
@@ -33,7 +35,7 @@ def chunk_bytes_of(state_bytes: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class Shape:
+class TransferSizes:
     """Sizes that every peer computes for itself: per fragment, bytes of an encoded mean and of a serialised
     state; of a chunk of either. ``scale``: real bytes for each of them, other than 1 in simulations alone."""
 
@@ -57,6 +59,8 @@ class Shape:
 @dataclass(frozen=True)
 class Goal:
     """What is wanted: the round that made ``version`` (ROUND), or a state at ``version`` or after it (STATE).
+    Or the buffers whose layout is ``version`` (BUFFERS): ``size_bytes`` of them, one donor's as good as
+    another's; ``fragment`` is the number after the last.
 
     ``digest``: what most peers report as the state of ``version``, empty if not known. ``donors``: in the
     order in which they are asked. ``oldest``: a state as old as this will do where a donor has no room for
@@ -69,6 +73,7 @@ class Goal:
     donors: tuple[PeerId, ...]
     digest: bytes = b""
     oldest: int = 0
+    size_bytes: int = 0
 
 
 Vouch = Callable[[PeerId, int, int, bytes], bool | None]
@@ -79,7 +84,7 @@ otherwise (False); None if nobody else says anything."""
 @dataclass(frozen=True)
 class Fetched:
     """All bytes of a goal, every chunk checked against the manifest. ``decision`` is the signed outcome of a
-    ROUND, ``digest`` of a STATE. ``donors``: who signed the manifest, the one that gave most first."""
+    ROUND, ``digest`` of anything else. ``donors``: who signed the manifest, the one that gave most first."""
 
     goal: Goal
     version: int

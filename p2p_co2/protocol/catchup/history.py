@@ -1,12 +1,12 @@
 """The means of the last rounds, kept so that a peer that missed a few can replay them.
 
-Law: all means together stay below ``HISTORY_BYTES_SHARE`` of the model, and where one round of all fragments
-is more than ``LARGE_SHARE`` of it none is kept, but for the newest of each fragment until all live peers
-have it (``is_everywhere``), and for those that somebody needs next who loads a fragment's state, or has just
-loaded it (``hold``): at most ``HISTORY_ROUNDS_KEPT`` of one fragment in any case.
+Law: all means together stay below ``HISTORY_BYTES_SHARE`` of the model. Where one round of all fragments is
+more than ``LARGE_SHARE`` of it none is kept. Beyond that the newest of each fragment is kept until all live
+peers have it (``is_everywhere``), and what a peer that loads a state needs next (``hold``). Of one fragment
+there are at most ``HISTORY_ROUNDS_KEPT``.
 
-Price: with a codec of 8 bits or more, a peer that was not live for a round finds no mean to replay and loads
-the state, two to eight times the bytes of one mean. With four bits one or two rounds are there.
+Price: with a codec of 8 bits or more a peer that was not live for a round loads the state. That is two to
+eight times the bytes of one mean. With four bits one or two rounds are there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from p2p_co2.digest import chunk_digests
-from p2p_co2.protocol.catchup.goals import Shape
+from p2p_co2.protocol.catchup.goals import TransferSizes
 from p2p_co2.system.memory import Buffer
 from p2p_co2.wire.messages_pb2 import Decision, Manifest
 
@@ -43,10 +43,10 @@ class KeptRound:
         return self._digests
 
 
-class History:
+class RoundHistory:
     """Kept rounds by (fragment, version), oldest first."""
 
-    def __init__(self, shape: Shape, is_everywhere: Callable[[int, int], bool]) -> None:
+    def __init__(self, shape: TransferSizes, is_everywhere: Callable[[int, int], bool]) -> None:
         """``is_everywhere``: whether nobody who is live lacks a fragment's version any more."""
         self._shape = shape
         self._is_everywhere = is_everywhere

@@ -1,8 +1,8 @@
 """One goal being loaded: who promises what, which content is loaded, and what of it is missing.
 
-A donor of a load is ``Asked`` for its manifest, or wants to be asked ``Again`` later, or has ``Promised`` a
-content. One content is fixed: the one that most peers report, that others vouch for, or that most donors
-promise. It stays fixed until nobody promises it any more.
+A donor of a load owes its manifest (``Awaited``), or is asked once more (``Later``), or has given a
+``Promise`` of a content. One content is fixed: the one that most peers report, that others vouch for, or that
+most donors promise. It stays fixed until nobody promises it any more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from p2p_co2.protocol.catchup.goals import (
     Fetched,
     FetchFailed,
     Goal,
-    Shape,
+    TransferSizes,
     Vouch,
 )
 from p2p_co2.protocol.catchup.manifest import Content, check_chunk, check_manifest, chunk_at, content_of
@@ -36,8 +36,10 @@ MOST_AT_ONCE = 8
 ATTEMPTS = 8
 """So often a load is begun anew, and a donor asked for what it says it has not reached yet: nobody may ever
 reach it."""
-PROMISE_FLOOR_S, EXPORT_BYTES_PER_S = 3.0, 100e6
-"""A manifest is waited for so long, and for the time in which a donor surely writes its state out."""
+PROMISE_FLOOR_S = 3.0
+"""A manifest is waited for so long, and for the time in which a donor writes its state out."""
+EXPORT_BYTES_PER_S = 100e6
+"""How fast a donor surely does that."""
 
 
 class Unasked(Enum):
@@ -47,26 +49,26 @@ class Unasked(Enum):
     GONE = 1
 
 
-class Asked(NamedTuple):
+class Awaited(NamedTuple):
     """For its manifest. ``times``: how often it has said "again"."""
 
     at: float
     times: int
 
 
-class Again(NamedTuple):
+class Later(NamedTuple):
     """It is to be asked at that time."""
 
     at: float
     times: int
 
 
-class Promised(NamedTuple):
+class Promise(NamedTuple):
     content: Content
     manifest: Manifest
 
 
-Standing = Unasked | Asked | Again | Promised
+Standing = Unasked | Awaited | Later | Promise
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Terms:
     """What all loads share. ``run``: its digest; ``vouch``: what the swarm says of a promised state."""
 
     run: bytes
-    shape: Shape
+    shape: TransferSizes
     vouch: Vouch = lambda donor, fragment, version, digest: None
 
     def vouched(self, donor: PeerId, promise: Manifest) -> bool | None:
@@ -88,7 +90,7 @@ class Chunks:
     """One content: memory for all of it, and what of it is missing. ``pending``: the queue of chunks that
     nobody was asked for; ``gave``: how many each donor gave."""
 
-    def __init__(self, promise: Promised) -> None:
+    def __init__(self, promise: Promise) -> None:
         self.content, self.manifest = promise
         self.data = large_buffer(self.manifest.total_bytes, once=True)
         self.missing = set(range(len(self.manifest.chunk_digests)))
@@ -115,7 +117,7 @@ class Chunks:
 
 class Load:
     """``request`` tells answers to it from others. ``donors``: how each stands; ``moved_at``: when anything
-    was promised or given; ``dealt_at``: when a chunk was asked for last; ``chunks``: None until something was
+    was promised or given; ``dealt_at``: when a chunk was asked for last. ``chunks``: None until something was
     chosen, and kept while nothing ``is_chosen`` any more."""
 
     def __init__(self, goal: Goal, request: int, terms: Terms, now: float) -> None:
@@ -133,7 +135,8 @@ class Load:
 
     @property
     def _total_bytes(self) -> int:
-        return self._terms.shape.bytes_of(self.goal.what, self.goal.fragment)
+        goal = self.goal
+        return goal.size_bytes or self._terms.shape.bytes_of(goal.what, goal.fragment)
 
     @property
     def _oldest(self) -> int:
@@ -145,7 +148,7 @@ class Load:
         if self.chunks is None or not self.is_chosen:
             return []
         content = self.chunks.content
-        return [p for p, its in self.donors.items() if isinstance(its, Promised) and its.content == content]
+        return [p for p, its in self.donors.items() if isinstance(its, Promise) and its.content == content]
 
     @property
     def is_out_of_donors(self) -> bool:
@@ -178,10 +181,10 @@ class Load:
 
     def questions(self, now: float) -> list[tuple[PeerId, Fetch]]:
         """Ask whom it is time to ask again, and others until as many as are wanted are at it."""
-        due = [peer for peer, its in self.donors.items() if isinstance(its, Again) and now >= its.at]
-        promised = [peer for peer, its in self.donors.items() if isinstance(its, Promised)]
+        due = [peer for peer, its in self.donors.items() if isinstance(its, Later) and now >= its.at]
+        promised = [peer for peer, its in self.donors.items() if isinstance(its, Promise)]
         at_it = len(self.givers if self.is_chosen else promised)
-        at_it += sum(isinstance(its, Asked) for its in self.donors.values())
+        at_it += sum(isinstance(its, Awaited) for its in self.donors.values())
         listed = [peer for peer, its in self.donors.items() if its is Unasked.LISTED]
         due += listed[: max(0, MOST_AT_ONCE - at_it - len(due))]
         return [(peer, self._ask(peer, now)) for peer in due]
@@ -190,7 +193,7 @@ class Load:
         known = self.donors.get(peer)
         goal = self.goal
         only = 0
-        self.donors[peer] = Asked(now, known.times if isinstance(known, Asked | Again) else 0)
+        self.donors[peer] = Awaited(now, known.times if isinstance(known, Awaited | Later) else 0)
         if self.is_chosen and self.chunks is not None:
             only = self.chunks.manifest.version
         fetch = Fetch(what=goal.what, fragment=goal.fragment, version=goal.version, request=self.request)
@@ -202,14 +205,14 @@ class Load:
     def take_manifest(self, manifest: Manifest, sender: PeerId, now: float) -> None:
         """Raises ``RemoteProtocolError`` for one that breaks the rules, or that the others contradict."""
         terms = self._terms
-        if not isinstance(self.donors.get(sender), Asked):
+        if not isinstance(self.donors.get(sender), Awaited):
             return  # doubled under way
         check_manifest(
             manifest, self.goal, self._total_bytes, self._oldest, sender, terms.run, terms.shape.chunk_bytes
         )
         if terms.vouched(sender, manifest) is False:
             raise RemoteProtocolError("bad state", f"the others know none like that of {manifest.version}")
-        self.donors[sender] = Promised(content_of(manifest), manifest)
+        self.donors[sender] = Promise(content_of(manifest), manifest)
         self.moved_at = now
         self._choose_at = min(self._choose_at, now + HEARTBEAT_S)
 
@@ -217,9 +220,9 @@ class Load:
         """The donor cannot help, or not now, or no longer. Whether it may be asked once more."""
         known = self.donors[sender]
         self.reason = f"{sender[-6:]}: {refusal.reason[:200] or 'refused without a reason'}"
-        if not isinstance(known, Asked) or not refusal.again:
+        if not isinstance(known, Awaited) or not refusal.again:
             return False
-        self.donors[sender] = Again(now + HEARTBEAT_S / 2, known.times + 1)
+        self.donors[sender] = Later(now + HEARTBEAT_S / 2, known.times + 1)
         is_early = self.goal.what == ROUND or refusal.newest_version > 0
         return known.times < ATTEMPTS or not is_early
 
@@ -229,17 +232,17 @@ class Load:
         """Fix what is loaded, once it is sure or the others were waited for."""
         candidates: dict[Content, list[PeerId]] = {}
         for peer, its in list(self.donors.items()) if not self.is_chosen else ():
-            if isinstance(its, Promised) and self._terms.vouched(peer, its.manifest) is False:
+            if isinstance(its, Promise) and self._terms.vouched(peer, its.manifest) is False:
                 self.forget(peer, "the others know no such state")  # they say more by now
-            elif isinstance(its, Promised):
+            elif isinstance(its, Promise):
                 candidates.setdefault(its.content, []).append(peer)
         if not candidates:
             self._choose_at = math.inf  # who promised has gone: the next promise sets it
             return
         best = max(candidates.values(), key=self._rank)
         promise = self.donors[best[0]]
-        waits = any(isinstance(its, Asked) for its in self.donors.values())
-        assert isinstance(promise, Promised)
+        waits = any(isinstance(its, Awaited) for its in self.donors.values())
+        assert isinstance(promise, Promise)
         if waits and now < self._choose_at and not self._rank(best)[0]:
             return
         self.is_chosen = True
@@ -255,7 +258,7 @@ class Load:
         nobody has reached."""
         promised = self.donors[peers[0]]
         goal = self.goal
-        assert isinstance(promised, Promised)
+        assert isinstance(promised, Promise)
         promise = promised.manifest
         known = bool(goal.digest) and (promise.version, promise.digest) == (goal.version, goal.digest)
         trusted = any(self._terms.vouched(peer, promise) for peer in peers)
@@ -263,16 +266,16 @@ class Load:
 
     def get_timer(self) -> float:
         """When somebody is to be asked again, counts as silent, or the choice is to be made."""
-        times = [self._until(its) for its in self.donors.values() if isinstance(its, Asked | Again)]
+        times = [self._until(its) for its in self.donors.values() if isinstance(its, Awaited | Later)]
         return min(times, default=math.inf) if self.is_chosen else min([self._choose_at, *times])
 
     def silent(self, now: float) -> list[PeerId]:
         """Who owes its manifest for too long."""
-        return [p for p, its in self.donors.items() if isinstance(its, Asked) and now >= self._until(its)]
+        return [p for p, its in self.donors.items() if isinstance(its, Awaited) and now >= self._until(its)]
 
-    def _until(self, its: Asked | Again) -> float:
+    def _until(self, its: Awaited | Later) -> float:
         real_bytes = self._total_bytes * self._terms.shape.scale
-        return its.at + (PROMISE_FLOOR_S + real_bytes / EXPORT_BYTES_PER_S) * isinstance(its, Asked)
+        return its.at + (PROMISE_FLOOR_S + real_bytes / EXPORT_BYTES_PER_S) * isinstance(its, Awaited)
 
     def finished(self, now: float) -> Fetched:
         assert self.chunks is not None

@@ -6,28 +6,36 @@ import math
 from collections.abc import Callable
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.catchup.buffers import Buffers
 from p2p_co2.protocol.catchup.donor import Donor
 from p2p_co2.protocol.catchup.fetcher import Fetcher
-from p2p_co2.protocol.catchup.goals import BUFFERS, ROUND, STATE, CatchUpEvent, CatchUpMessage, Outbox, Shape
+from p2p_co2.protocol.catchup.goals import (
+    BUFFERS,
+    ROUND,
+    STATE,
+    CatchUpEvent,
+    CatchUpMessage,
+    Outbox,
+    TransferSizes,
+)
+from p2p_co2.system.memory import Buffer
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
+from p2p_co2.wire.messages_pb2 import Fetch, Refusal
 
 
 class CatchUp:
-    """A ``donor`` and a ``fetcher``, and ``buffers`` beside them. ``run``: the run's digest;
-    ``is_everywhere``: see ``History``."""
+    """A ``donor`` and a ``fetcher``. ``run``: the run's digest; ``is_everywhere``: see ``History``."""
 
     def __init__(
-        self, identity: Identity, run: bytes, shape: Shape,
+        self, identity: Identity, run: bytes, shape: TransferSizes,
         is_everywhere: Callable[[int, int], bool] = lambda fragment, version: False,
     ) -> None:  # fmt: skip
         self._out = Outbox()
         self._fragments = len(shape.mean_bytes)
         self.donor = Donor(identity, run, shape, self._out, is_everywhere)
         self.fetcher = Fetcher(run, shape, self._out)
-        self.buffers = Buffers(shape.chunk_bytes, self._out)
         self._busy_at = -math.inf
+        self.take_buffers: Callable[[Buffer], None] = lambda data: None
+        """Hears what has come of a goal of buffers: empty if nothing."""
 
     def moves(self, now: float, within_s: float) -> bool:
         """Whether a chunk came to this peer of late, or one went to others; of a state or of a round that
@@ -41,13 +49,12 @@ class CatchUp:
 
     def receive(self, message: CatchUpMessage, sender: PeerId, now: float) -> None:
         """Handle one message; raises ``RemoteProtocolError`` for what breaks the rules."""
-        if not isinstance(message, Refusal) and message.fragment >= self._fragments:
-            raise RemoteProtocolError("unknown fragment", str(message.fragment))
-        if not isinstance(message, Refusal | Manifest) and message.what not in (ROUND, STATE, BUFFERS):
-            raise RemoteProtocolError("unknown kind", str(message.what))
-        if isinstance(message, Fetch | Chunk) and message.what == BUFFERS:
-            self.buffers.receive(message, sender, now)
-        elif isinstance(message, Fetch):
+        if not isinstance(message, Refusal):
+            if message.what not in (ROUND, STATE, BUFFERS):
+                raise RemoteProtocolError("unknown kind", str(message.what))
+            if message.fragment >= self._fragments + (message.what == BUFFERS):
+                raise RemoteProtocolError("unknown fragment", str(message.fragment))
+        if isinstance(message, Fetch):
             self.donor.receive(message, sender, now)
         else:
             self.fetcher.receive(message, sender, now)

@@ -1,8 +1,8 @@
 """What a donor promises: a signed list of chunk digests, and what a chunk must be to be one of them.
 
-Laws: a manifest is checked against sizes that this peer computed from its own model before anything is
-allocated; two manifests promise the same bytes exactly if their ``content_of`` are equal; one that names a
-state has the chunk digests of that state and no others; a donor cannot deny its promise, since it signed it.
+Laws: a manifest is checked against sizes that this peer computed itself before anything is allocated. Two
+promise the same bytes exactly if their ``content_of`` are equal. One that names a state has the chunk digests
+of that state and no others. A donor cannot deny its promise, since it signed it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import struct
 from p2p_co2.digest import DIGEST_BYTES, digest_of_chunks
 from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.catchup.goals import ROUND, Goal
+from p2p_co2.protocol.catchup.goals import ROUND, STATE, Goal
 from p2p_co2.wire.identity import Identity, PeerId, verify
 from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_VERSION
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest
@@ -81,7 +81,7 @@ def check_manifest(
     elif manifest.digest != (b"" if goal.what == ROUND else digest_of_chunks(manifest.chunk_digests)):
         problem = "the chunk digests are not those of the state that it names"
     elif not oldest <= manifest.version <= MAX_VERSION or (
-        goal.what == ROUND and manifest.version != goal.version
+        goal.what != STATE and manifest.version != goal.version
     ):
         problem = f"version {manifest.version} where {goal.version} was asked"
     if problem:

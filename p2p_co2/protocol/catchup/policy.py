@@ -31,29 +31,29 @@ NOTICE_AFTER_S = 3.0
 MOVING = (Status.TRAINING, Status.DRAINING)
 
 
-class Held(NamedTuple):
+class HeldState(NamedTuple):
     """A version of a fragment and its digest."""
 
     version: int
     digest: bytes
 
 
-class Said(NamedTuple):
+class PeerReport(NamedTuple):
     """A live peer's last heartbeat, of one fragment. ``offers``: it trains and has more to offer for it."""
 
-    held: Held
+    held: HeldState
     phase: Status.Phase
     offers: bool
 
 
-View = Mapping[PeerId, Said]
+View = Mapping[PeerId, PeerReport]
 
 
 class Mine(NamedTuple):
     """This peer. ``past``: digests of its own versions, with the one that it holds; ``is_done``: it offers
     nothing more for the fragment."""
 
-    held: Held
+    held: HeldState
     past: Mapping[int, bytes]
     phase: Status.Phase
     is_done: bool = False
@@ -135,9 +135,9 @@ def donors(view: View, fragment: int, version: int, digest: bytes) -> tuple[Peer
     return split_donors(awake or list(able), fragment)
 
 
-def bears_out(view: View, mine: Mine, donor: PeerId, held: Held) -> bool | None:
-    """What the others say of the state that ``donor`` promises: True if one of them has the same, False if
-    most have another or nobody honest can be that far, None if neither."""
+def bears_out(view: View, mine: Mine, donor: PeerId, held: HeldState) -> bool | None:
+    """What the others say of the state that ``donor`` promises. True if one of them has the same. False if
+    most have another, or nobody honest can be that far. None if neither."""
     votes = Counter(
         said.held.digest for peer, said in view.items() if peer != donor and said.held.version == held.version
     )
@@ -147,7 +147,7 @@ def bears_out(view: View, mine: Mine, donor: PeerId, held: Held) -> bool | None:
     return True if same else None
 
 
-def is_contradicted(view: View, mine: Mine, givers: Collection[PeerId], held: Held) -> bool:
+def is_contradicted(view: View, mine: Mine, givers: Collection[PeerId], held: HeldState) -> bool:
     """Whether most of all that say what a version was say something else than ``givers``, and we among
     them; one word against another is nothing."""
     votes = Counter(

@@ -1,10 +1,8 @@
 """A peer between its offer and BEGIN: it asks one coordinator at a time to be taken into the round.
 
-Laws: one READY is outstanding at a time; it is repeated to the same coordinator before the next one is asked,
-because a lost message is likelier than a lost peer and two coordinators for one round cost a round; where
-another appears that comes first, all go there, or each may wait for a majority that half of them keep from
-the other; every wait has a timer; after ``READY_CAP_S`` the offer is given up, whatever coordinators promise;
-if our round is heard to have begun without us, when that must be decided.
+Laws: one READY is outstanding at a time, and it is repeated before the next coordinator is asked. Where one
+appears that comes first, all go there. Every wait has a timer; after ``READY_CAP_S`` the offer is given up.
+If our round is heard to have begun without us, it is given up when that must be decided.
 """
 
 from __future__ import annotations
@@ -76,9 +74,9 @@ class Asking:
             self._give_up_at = max(self._give_up_at, decided_at + bounds.GRACE_S)
 
     def is_taken_in(self, attempt: Attempt, withdrawn: Offer | None) -> bool:
-        """Whether a BEGIN for our round is the answer to this offer's READY, or to one before: to that of
-        ``withdrawn``, which it crossed, or to one that we had asked ourselves for. Raises
-        ``RemoteProtocolError`` if it is neither."""
+        """Whether a BEGIN for our round answers this offer's READY. It may answer that of ``withdrawn``,
+        which it crossed, or one of our own before. Raises ``RemoteProtocolError`` if it answers none of them.
+        """
         is_ours = attempt.coordinator == self._swarm.me
         if attempt.coordinator not in self.asked and not is_ours:
             raise RemoteProtocolError("wrong sender", "BEGIN by a peer that was not asked")
@@ -112,8 +110,8 @@ class Asking:
     # ---- time and the swarm
 
     def peers_changed(self, now: float) -> None:
-        """Another one is asked when this one is lost, or has stopped to train, or when one appears that comes
-        first: the others, who offer for the same round, ask it as well."""
+        """Another one is asked when this one is lost or has stopped to train. So it is when one appears that
+        comes first: the others ask it, too."""
         asked = self.asked[-1]
         order = self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
         may_ask = order and not self._swarm.is_missed(order[0]) and order[0] not in self._in_vain
@@ -155,9 +153,9 @@ class Asking:
         self._send(now)
 
     def _ahead(self, order: list[PeerId]) -> list[PeerId]:
-        """Those who say that they are past this round. After an abort, or if they are half of the swarm,
-        without which no round can begin, one of them is asked first: it knows the decision, or says where it
-        is. Else not: a claim alone must not draw everybody's READY."""
+        """Those who say that they are past this round. One of them is asked first after an abort, or if they
+        are half of the swarm: it knows the decision. Else not: a claim alone must not draw everybody's READY.
+        """
         fragment = self.offer.fragment
         round_ = self.offer.round
         return [peer for peer in order if (self._swarm.version_of(peer, fragment) or 0) >= round_]

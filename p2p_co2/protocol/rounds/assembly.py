@@ -1,19 +1,17 @@
 """Large bytes in pieces, out and in.
 
-A sender cuts as finely as the links need: on a slow one a piece must not take so long that what comes behind
-it (heartbeats, votes) looks late. Laws: a piece starts at a multiple of ``PIECE_UNIT_BYTES``, is a multiple
-of it long unless it is the last, and at most ``MAX_PIECE_BYTES``; any order and any repetition give the same
-bytes; a repetition with other content or other edges is a lie and is refused. Nothing is allocated from a
-number that a peer sent: the expected total comes from the agreed shape. Bytes are copied once, to their place
-in the whole, which nothing changes after they have come; what comes in one piece and has no place yet stays
-where it is.
+A sender cuts as finely as the links need, or heartbeats and votes behind a piece would look late. Laws: a
+piece starts at a multiple of ``PIECE_UNIT_BYTES`` and is a multiple of it long, unless it is the last. It has
+at most ``MAX_PIECE_BYTES``. Any order and any repetition give the same bytes; a repetition with other content
+or other edges is refused. Nothing is allocated from a number that a peer sent. Bytes are copied once; what
+comes in one piece and has no place yet stays where it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.system.memory import Buffer, large_buffer
 from p2p_co2.wire.identity import PeerId
@@ -22,12 +20,13 @@ from p2p_co2.wire.messages_pb2 import Mean, Part
 
 Piece = Part | Mean
 PIECE_UNIT_BYTES = 16 << 10
-PIECE_S, LAST_PIECE_S = 0.25, 0.07
-"""A piece should not keep a link busy for longer; the second where others wait for the last of them, which a
-connection that stands still must not hold while the one beside it has nothing left to carry."""
+PIECE_S = 0.25
+"""A piece should not keep a link busy for longer."""
+LAST_PIECE_S = 0.07
+"""Nor should one of those whose last the others wait for."""
 FINEST_PIECES = 256
-"""A payload is cut more finely only for the sake of what comes behind a piece: a smaller share of a round
-saves it nothing, and each message costs some 0.3 ms of processor time on its way."""
+"""A payload is cut no finer for the sake of what comes behind a piece: each message costs 0.3 ms of processor
+time."""
 
 
 def piece_bytes(rates_bytes_per_s: Iterable[float], within_s: float = PIECE_S) -> int:
@@ -89,19 +88,18 @@ class Assembly:
 
     def _check(self, offset: int, total: int, size: int) -> None:
         if total != self.total_bytes:
-            raise RemoteProtocolError("wrong size", f"{total} bytes announced, {self.total_bytes} expected")
+            raise RemoteProtocolError(Offence.WRONG_SIZE, f"{total} bytes, {self.total_bytes} expected")
         stop = offset + size
         aligned = offset % PIECE_UNIT_BYTES == 0 and (stop == total or size % PIECE_UNIT_BYTES == 0)
         if not aligned or not 0 < size <= MAX_PIECE_BYTES or stop > total:
-            raise RemoteProtocolError("wrong piece", f"{size} bytes at offset {offset} of {total}")
+            raise RemoteProtocolError(Offence.WRONG_PIECE, f"{size} bytes at offset {offset} of {total}")
 
 
 class ReorderBuffer:
     """Pieces of one fragment that overtook the message that explains them, in order of arrival.
 
     A quick member's PART often arrives before the coordinator's BEGIN, and an heir's MEAN before its receiver
-    knows that it is one. They are held, up to a bound in bytes and number, with at most half for one sender,
-    so that one peer cannot crowd the others out.
+    knows that it is one. Bytes and number are bounded, and half is the most for one sender.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -110,14 +108,14 @@ class ReorderBuffer:
         self._bytes: dict[PeerId, int] = {}
 
     def hold(self, piece: Piece, sender: PeerId) -> None:
-        """Keep a piece, or raise ``RemoteProtocolError("too much held")``."""
+        """Keep a piece, or raise ``RemoteProtocolError(Offence.TOO_MUCH_HELD)``."""
         size = piece.ByteSize()
         mine = self._bytes.get(sender, 0) + size
         full = (
             sum(self._bytes.values()) + size > self._limit_bytes or len(self._held) >= bounds.EARLY_MESSAGES
         )
         if full or 2 * mine > self._limit_bytes:
-            raise RemoteProtocolError("too much held", "pieces of a round that has not begun here")
+            raise RemoteProtocolError(Offence.TOO_MUCH_HELD, "pieces of a round that has not begun here")
         self._bytes[sender] = mine
         self._held.append((sender, piece))
 

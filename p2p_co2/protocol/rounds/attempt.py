@@ -1,6 +1,6 @@
 """One attempt at a round as its BEGIN fixed it, and the checks that a peer's message must pass.
 
-Law: an ``Attempt`` or a checked value is never built from an unchecked number; whatever fails is a
+Law: an ``Attempt`` or a checked value is never built from an unchecked number. Whatever fails is a
 ``RemoteProtocolError`` with a short constant reason, and nothing was allocated for it.
 """
 
@@ -14,7 +14,7 @@ from functools import cached_property
 from statistics import median_low
 from typing import NamedTuple
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.events import Offer, PayloadShape
 from p2p_co2.protocol.rounds.parts import BlockRange, check_owned, covers
@@ -26,6 +26,8 @@ from p2p_co2.wire.messages_pb2 import (
     Behind,
     Contributor,
     Member,
+    Missed,
+    Outcome,
     Ready,
     RoundKey,
 )
@@ -68,8 +70,8 @@ class Attempt:
         return coordination_order(self.shares, self.fragment, self.round)
 
     def heir(self, part: int, generation: int) -> PeerId:
-        """Who averages a part if its owner and the heirs before are lost: the next owner by rank, since BEGIN
-        gave parts to those whose links can carry them, then the other members."""
+        """Who averages a part if its owner and the heirs before are lost: the next owner by rank, then the
+        other members."""
         if not generation:
             return self.owners[part]
         owners = [peer for peer in self.ranked if peer in self.owners]
@@ -101,6 +103,13 @@ class Attempt:
         )  # fmt: skip
         return same_round and self.shares.get(me) == (offer.weight, offer.base_version, offer.offer_id)
 
+    def check_outcome(self, outcome: Outcome) -> None:
+        """Raise ``RemoteProtocolError`` unless a commit is about the round that began here."""
+        ranges = [(part.start_block, part.stop_block) for part in outcome.parts]
+        is_same = list(outcome.members) == self.members() and outcome.live == self.live
+        if not is_same or ranges != list(self.ranges):
+            raise RemoteProtocolError("wrong group", "a decision that is not about the round that began")
+
     def members(self) -> list[Member]:
         return [
             Member(peer=peer, weight=share.weight, base_version=share.base_version, offer_id=share.offer_id)
@@ -123,33 +132,33 @@ def check_live(live: int, members: int) -> None:
 def check_place(fragment: int, round_: int, shape: PayloadShape) -> None:
     """Raise ``RemoteProtocolError`` unless the fragment exists and the round number is possible."""
     if fragment >= len(shape.blocks):
-        raise RemoteProtocolError("unknown fragment", f"{fragment} of {len(shape.blocks)}")
+        raise RemoteProtocolError(Offence.UNKNOWN_FRAGMENT, f"{fragment} of {len(shape.blocks)}")
     if not 1 <= round_ <= MAX_VERSION:
-        raise RemoteProtocolError("unknown round", str(round_))
+        raise RemoteProtocolError(Offence.UNKNOWN_ROUND, str(round_))
 
 
 def check_digest(digest: bytes) -> None:
     if len(digest) != bounds.DIGEST_BYTES:
-        raise RemoteProtocolError("wrong digest length", f"{len(digest)} bytes")
+        raise RemoteProtocolError(Offence.WRONG_DIGEST_LENGTH, f"{len(digest)} bytes")
 
 
 def check_duration(duration_s: float, cap_s: float) -> None:
     if not 0 <= duration_s <= cap_s:  # NaN fails every comparison
-        raise RemoteProtocolError("impossible duration", f"{duration_s} s, at most {cap_s:g}")
+        raise RemoteProtocolError(Offence.IMPOSSIBLE_DURATION, f"{duration_s} s, at most {cap_s:g}")
 
 
 def check_behind(message: Behind) -> None:
     """Raise ``RemoteProtocolError`` unless it may say where others are and who gives that."""
     check_digest(message.state_digest)
     if len(message.donors) > MAX_MEMBERS or any(len(donor) > MAX_PEER_ID for donor in message.donors):
-        raise RemoteProtocolError("too large", "donors")
+        raise RemoteProtocolError(Offence.TOO_LARGE, "donors")
     if not message.round - 1 <= message.version <= MAX_VERSION:
         raise RemoteProtocolError("impossible version", f"{message.version} for round {message.round}")
 
 
 def check_weight(weight: float) -> None:
     if not 0 < weight <= bounds.MAX_WEIGHT:
-        raise RemoteProtocolError("impossible weight", str(weight))
+        raise RemoteProtocolError(Offence.IMPOSSIBLE_WEIGHT, str(weight))
 
 
 def check_offer_id(name: bytes) -> None:
@@ -164,7 +173,7 @@ def check_ready(message: Ready, shape: PayloadShape) -> None:
     check_weight(message.weight)
     for rate in (message.upload_bytes_per_s, message.download_bytes_per_s):
         if not math.isfinite(rate) or rate < 0:
-            raise RemoteProtocolError("impossible rate", f"{rate} bytes/s")
+            raise RemoteProtocolError(Offence.IMPOSSIBLE_RATE, f"{rate} bytes/s")
     check_offer_id(message.offer_id)
     if message.base_version >= message.round:
         raise RemoteProtocolError(
@@ -191,11 +200,11 @@ def read_members(members: Sequence[Member], round_: int) -> dict[PeerId, Share]:
 
 
 def capped(shares: Mapping[PeerId, Share], cap: float) -> dict[PeerId, float]:
-    """What the members' weights count as: at most ``cap`` times their median, and of four or more no more
-    than a third of them all (``MOST_PEERS_SHARE``); 0 for no cap.
+    """What the members' weights count as: at most ``cap`` times their median; 0 for no cap. Of four or more
+    each counts for a third of them all at most (``MOST_PEERS_SHARE``).
 
-    Made of BEGIN's members alone, so it is the same for every part and everybody can check it. Of an even
-    number the lower middle one is the median: half of the group may boast, and moves it nowhere.
+    Made of BEGIN's members alone, so everybody can check it. Of an even number the lower middle one is the
+    median: half of the group may boast, and moves it nowhere.
     """
     limit = cap * median_low([share.weight for share in shares.values()]) if cap else math.inf
     sizes = sorted((min(share.weight, limit) for share in shares.values()), reverse=True)
@@ -242,11 +251,17 @@ def read_contributors(
     return read
 
 
+def check_missed(missed: Collection[int], others: int) -> None:
+    """Raise ``RemoteProtocolError`` unless there is a reason for each of so many that are no contributors."""
+    if len(missed) != others or not set(Missed.values()[1:]).issuperset(missed):
+        raise RemoteProtocolError("wrong reasons", f"{len(missed)} for {others} members")
+
+
 def read_key(key: RoundKey, shape: PayloadShape) -> tuple[int, int, bytes]:
     """(fragment, round, attempt id) of a message; raises ``RemoteProtocolError``."""
     check_place(key.fragment, key.round, shape)
     if len(key.attempt) != bounds.ATTEMPT_BYTES:
-        raise RemoteProtocolError("wrong attempt length", f"{len(key.attempt)} bytes")
+        raise RemoteProtocolError(Offence.WRONG_ATTEMPT_LENGTH, f"{len(key.attempt)} bytes")
     return key.fragment, key.round, key.attempt
 
 
@@ -277,23 +292,23 @@ def read_begin(message: Begin, sender: PeerId, shape: PayloadShape) -> Attempt:
     check_duration(message.parts_within_s, shape.parts_cap_s)
     check_duration(message.result_within_s, shape.round_cap_s)
     if not 1 <= len(message.parts) <= MAX_MEMBERS:
-        raise RemoteProtocolError("wrong parts", f"{len(message.parts)} parts for {len(shares)} members")
+        raise RemoteProtocolError(Offence.WRONG_PARTS, f"{len(message.parts)} for {len(shares)} members")
     ranges = tuple(BlockRange(part.start_block, part.stop_block) for part in message.parts)
     owners = tuple(PeerId(part.owner) for part in message.parts)
     if not covers(ranges, shape.blocks[fragment]):
-        raise RemoteProtocolError("wrong parts", "they do not cover the fragment's blocks once, in order")
+        raise RemoteProtocolError(Offence.WRONG_PARTS, "they do not cover the blocks once, in order")
     if not shares.keys() >= set(owners):
-        raise RemoteProtocolError("wrong owner", "an owner is no member")
+        raise RemoteProtocolError(Offence.WRONG_OWNER, "an owner is no member")
     members = tuple(shares)
     everybody = frozenset(shares)
     senders = tuple(
         read_senders(part.senders, members) if part.senders else everybody for part in message.parts
     )
     if any(owner not in sending for owner, sending in zip(owners, senders, strict=True)):
-        raise RemoteProtocolError("wrong owner", "an owner does not send its own slice")
+        raise RemoteProtocolError(Offence.WRONG_OWNER, "an owner does not send its own slice")
     check_live(message.live, len(shares))
     if len(message.nonce) != bounds.ATTEMPT_BYTES or attempt != _attempt_of(message, sender):
-        raise RemoteProtocolError("wrong attempt", "BEGIN is not the one that its attempt's id stands for")
+        raise RemoteProtocolError(Offence.WRONG_ATTEMPT, "BEGIN is not what its attempt's id stands for")
     check_owned(ranges, owners, len(shares))
     return Attempt(
         fragment, round_, attempt, shares, ranges, owners, senders, message.state_digest, sender,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from itertools import chain
 
 from p2p_co2.digest import digest
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.certificate import DECISION_CONTEXT, Seals, check_signature
@@ -24,7 +24,7 @@ SIGNATURE_BYTES = 64
 
 class Ballot:
     """``refuse(peer, detail)`` hears of a signature that does not hold. ``gave_up``: members that make no
-    certificate of this attempt any more; ``lost``: by member, the (part, generation) whose mean it lacks;
+    certificate of this attempt any more. ``lost``: by member, the (part, generation) whose mean it lacks.
     ``two_faced``: owners that signed two means of one part."""
 
     def __init__(self, attempt: Attempt, seals: Seals, refuse: Callable[[PeerId, str], None]) -> None:
@@ -42,13 +42,13 @@ class Ballot:
     def hear(self, message: Result, sender: PeerId) -> None:
         """A member's RESULT. Raises ``RemoteProtocolError``."""
         if sender not in self._attempt.shares:
-            raise RemoteProtocolError("not a member", "RESULT")
+            raise RemoteProtocolError(Offence.NOT_A_MEMBER, "RESULT")
         parts = len(self._attempt.ranges)
         told: list[LostPart | SignedMean] = [*message.lost, *message.refused, *message.means]
         if len(told) > parts * (1 + bounds.MAX_GENERATION) or any(
             one.part >= parts or one.generation > bounds.MAX_GENERATION for one in told
         ):
-            raise RemoteProtocolError("wrong parts", "lost parts that do not exist")
+            raise RemoteProtocolError(Offence.WRONG_PARTS, "lost parts that do not exist")
         if message.gave_up:
             self.gave_up.add(sender)
         self.lost[sender] = frozenset((one.part, one.generation) for one in message.lost)
@@ -56,7 +56,7 @@ class Ballot:
             self._refused[sender] = frozenset((one.part, one.generation) for one in message.refused)
         if message.digest:
             if len(message.digest) != bounds.DIGEST_BYTES or len(message.signature) != SIGNATURE_BYTES:
-                raise RemoteProtocolError("wrong digest length", "in RESULT")
+                raise RemoteProtocolError(Offence.WRONG_DIGEST_LENGTH, "in RESULT")
             vote = message.digest, message.signature
             if sender not in self._votes:
                 self._votes[sender] = vote
@@ -84,7 +84,7 @@ class Ballot:
 
     def caught(self, voters: Collection[PeerId]) -> Counter[PeerId]:
         """Owners of means that more than half of the other ``voters`` among the members refuse, and how many
-        do: fewer liars than that take nobody's role."""
+        do."""
         owners = (
             {self._attempt.heir(part, generation) for part, generation in refused} - {peer}
             for peer, refused in self._refused.items()

@@ -29,28 +29,36 @@ MAX_WEIGHT = 1e15
 MAX_NAMED = 5
 """Peers that a reason names; the rest is counted."""
 
-GATHER_DEFAULT_S, GATHER_FLOOR_S, GATHER_CAP_S = 10.0, 0.3, 30.0
-"""From the first READY to BEGIN: before anything was measured, at the least, at the most. Nothing else is
-waited for by default for longer than that, either."""
-RECEIPT_FLOOR_S, RECEIPT_CAP_S = 1.0, 10.0
-"""From READY to its receipt."""
-PARTS_FLOOR_S, PARTS_CAP_S = 2.0, 300.0
-"""From BEGIN to the end of an owner's wait for slices; the cap is ``parts_cap_s`` where rounds are longer."""
-CHEAP_S, CHEAP_SHARE = 0.25, 1 / 8
-"""A round that takes no longer than this, or than this share of the time between two rounds of a fragment, is
-short enough for everybody."""
+GATHER_DEFAULT_S = 10.0
+"""From the first READY to BEGIN, before anything was measured."""
+GATHER_FLOOR_S = 0.3
+"""The same at the least."""
+GATHER_CAP_S = 30.0
+"""The same at the most. Nothing else is waited for by default for longer than that, either."""
+RECEIPT_FLOOR_S = 1.0
+"""From READY to its receipt, at the least."""
+RECEIPT_CAP_S = 10.0
+"""The same at the most."""
+PARTS_FLOOR_S = 2.0
+"""From BEGIN to the end of an owner's wait for slices, at the least."""
+PARTS_CAP_S = 300.0
+"""The same at the most, or ``parts_cap_s`` where rounds are longer."""
+CHEAP_S = 0.25
+"""A round that takes no longer than this is short enough for everybody."""
+CHEAP_SHARE = 1 / 8
+"""So is one that takes no more than this share of the time between two rounds of a fragment."""
 GATHER_SHARE = 1 / 4
 """Of the time between two rounds of a fragment, what READYs are waited for at most."""
 GATHER_SHARE_BY_STEPS = 3 / 4
-"""The same where rounds count inner steps. Peers have no common clock there: their points lie as far apart as
-they started and as their speeds took them; with a quarter of a round whoever is further off is missing."""
+"""The same where rounds count inner steps: peers have no common clock there, and their points lie further
+apart."""
 ASSUMED_UPLOAD_BYTES_PER_S = 1e6
 """A home link, where nobody has measured one yet."""
 GRACE_S = 2.0
 """What the network may add to a time that another peer promised."""
 READY_CAP_S = 150.0
-"""An offer that has not begun by then is given up, whatever the coordinators promise; if it hears a round
-that it is late for, when that must be decided."""
+"""An offer that has not begun by then is given up, whatever the coordinators promise. One that hears a round
+that it is late for waits until that must be decided."""
 ROUND_CAP_S = 1800.0
 """An attempt that is not decided by then is given up, or by ``round_cap_s`` where rounds are longer."""
 

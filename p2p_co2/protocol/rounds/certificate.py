@@ -2,8 +2,7 @@
 
 All members that hold a round's mean make the same ``Outcome``, byte for byte, and sign it. A quorum of
 signatures is the commit, and anybody may pass it on (``Decision``). Laws: an outcome is read only after its
-certificate held; any two quorums share a member, also of two attempts whose coordinators saw the same live
-peers, since more than half of these must sign (or half, the coordinator among it).
+certificate held; any two quorums of the same live peers share a member. (``docs/design`` says why.)
 """
 
 from __future__ import annotations
@@ -11,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import lru_cache
 from struct import pack
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import (
     Attempt,
     capped,
     check_digest,
     check_live,
+    check_missed,
     is_quorum,
     read_contributors,
     read_key,
@@ -51,20 +51,29 @@ check_signature = lru_cache(4 * MAX_MEMBERS)(verify)
 """Peers of one process share it."""
 
 
+class Signer(NamedTuple):
+    """Who signs, in which run (its digest)."""
+
+    identity: Identity
+    run: bytes
+
+    def vote(self, outcome: bytes) -> bytes:
+        return self.identity.sign(DECISION_CONTEXT, outcome)
+
+
 class Seals:
     """Owners' signatures under the means of one attempt. An owner signs one mean of a part in a generation,
     so two that differ prove to anybody that it lied. They are of no use in another attempt or run."""
 
-    def __init__(self, identity: Identity, run: bytes, attempt: Attempt) -> None:
-        self._identity = identity
-        self._run = run
+    def __init__(self, signer: Signer, attempt: Attempt) -> None:
+        self._signer = signer
         self._attempt = attempt
 
     def _content(self, mean: SignedMean) -> bytes:
-        return self._run + self._attempt.id + pack("<II", mean.part, mean.generation) + mean.digest
+        return self._signer.run + self._attempt.id + pack("<II", mean.part, mean.generation) + mean.digest
 
     def sign(self, mean: SignedMean) -> None:
-        mean.signature = self._identity.sign(MEAN_CONTEXT, self._content(mean))
+        mean.signature = self._signer.identity.sign(MEAN_CONTEXT, self._content(mean))
 
     def check(self, mean: SignedMean) -> None:
         """Raise ``RemoteProtocolError`` unless the owner of that part in that generation signed it."""
@@ -78,7 +87,7 @@ def open_decision(decision: Decision, run: bytes, shape: PayloadShape) -> Outcom
     good signatures, for another run, or an outcome that no honest peer signs. Whether its signers are who
     they should be is the caller's question. The outcome is shared and must not be written to."""
     if len(decision.outcome) > MAX_MESSAGE_BYTES or len(decision.votes) > MAX_MEMBERS:
-        raise RemoteProtocolError("too large", f"outcome of {len(decision.outcome)} bytes, or its votes")
+        raise RemoteProtocolError(Offence.TOO_LARGE, f"{len(decision.outcome)} bytes, or its votes")
     votes = tuple((vote.member, vote.signature) for vote in decision.votes)
     return _open(decision.outcome, votes, run, shape)
 
@@ -113,12 +122,13 @@ def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
     check_digest(outcome.state_digest)
     weights = capped(read_members(outcome.members, round_), shape.weight_cap)
     if len(outcome.coordinator) > MAX_PEER_ID or len(outcome.parts) > MAX_MEMBERS:
-        raise RemoteProtocolError("too large", "coordinator or parts of an outcome")
+        raise RemoteProtocolError(Offence.TOO_LARGE, "coordinator or parts of an outcome")
     if not covers([BlockRange(p.start_block, p.stop_block) for p in outcome.parts], shape.blocks[fragment]):
-        raise RemoteProtocolError("wrong parts", "they do not cover the fragment's blocks once, in order")
+        raise RemoteProtocolError(Offence.WRONG_PARTS, "they do not cover the blocks once, in order")
     for part in outcome.parts:
         check_digest(part.digest)
         read_contributors(part.contributors, weights, not shape.weight_cap)
+        check_missed(part.missed, len(weights) - len(part.contributors))
 
 
 def signers_of(decision: Decision, outcome: Outcome) -> list[PeerId]:
@@ -154,8 +164,8 @@ class Derived(Generic[_T]):
 
 @Derived
 def counted_weights(outcome: Outcome) -> dict[str, float]:
-    """Whose work is in a committed outcome: by peer, the weight (tokens) that it counted with times the share
-    of the fragment's blocks whose mean holds its slice."""
+    """By peer, its work in a committed outcome: its weight (tokens) times the share of the blocks whose mean
+    holds its slice."""
     return _weights(outcome, {})
 
 

@@ -1,9 +1,8 @@
 """The groups that this peer forms: from the first READY to BEGIN.
 
 A coordinator only forms the group: what becomes of a round is its members' business (``member``). Laws: a
-peer coordinates for whoever asks it, whatever its own state, because a split view is healed by digests and
-not by silence; it begins no second attempt of a round while it is itself in one that is not decided. One
-sender occupies one gathering for each fragment, so what is held is bounded by the live peers.
+peer coordinates for whoever asks it, whatever its own state. It begins no second attempt of a round while it
+is itself in one that is not decided. One sender occupies one gathering for each fragment.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import Attempt, check_ready
 from p2p_co2.protocol.rounds.deadline import SAFETY, Cadence, Durations, ReadyHistory, parts_deadline_s
@@ -76,17 +75,16 @@ class Coordination:
 
     # ---- READYs
 
-    def on_ready(self, message: Ready, sender: PeerId, mine: tuple[int | None, bytes], now: float) -> None:
-        """A peer wants to be in a round. ``mine`` is our own version and digest. Raises
-        ``RemoteProtocolError``."""
+    def on_ready(self, message: Ready, sender: PeerId, now: float) -> None:
+        """A peer wants to be in a round. Raises ``RemoteProtocolError``."""
         check_ready(message, self._swarm.shape)
         if not self._swarm.is_live(sender):
-            raise RemoteProtocolError("unknown peer", "READY")
+            raise RemoteProtocolError(Offence.UNKNOWN_PEER, "READY")
         place = (message.fragment, message.round)
         if message.withdrawn:
             self.withdraw(place, sender)
             return
-        if self._answer_decided(message, sender, mine):
+        if self._answer_decided(message, sender):
             return
         if self._answer_begun(place, message, sender, now) or self._is_elsewhere(place, [sender], now):
             return
@@ -111,19 +109,19 @@ class Coordination:
             self._gatherings[place] = known
         return known
 
-    def _answer_decided(self, message: Ready, sender: PeerId, mine: tuple[int | None, bytes]) -> bool:
+    def _answer_decided(self, message: Ready, sender: PeerId) -> bool:
         history = self._histories[message.fragment]
         known = history.commit(message.round)
         newest = history.newest_commit()
-        version, digest = mine
         fragment = message.fragment
         round_ = message.round
         donors = [PeerId(member.peer) for member in newest[1].members] if newest else []
         if known is not None and known[1].state_digest == message.state_digest:
             self._outlet.send(sender, known[0])
-        elif version is not None and version >= round_:
+        elif history.version is not None and history.version >= round_:
             donors = sorted({*donors, self._swarm.me} - {sender})
-            self._outlet.send(sender, behind_message(fragment, round_, version, digest, donors))
+            behind = behind_message(fragment, round_, history.version, history.digest, donors)
+            self._outlet.send(sender, behind)
         elif (
             newest is not None and round_ <= newest[1].key.round <= self._swarm.farthest_version(fragment) + 1
         ):
@@ -134,8 +132,8 @@ class Coordination:
         return True
 
     def _answer_begun(self, place: Place, message: Ready, sender: PeerId, now: float) -> bool:
-        """A READY for a round that we began: BEGIN again to a member that missed it, and to one that is too
-        late and waits for its end. A member that is ready anew says that the attempt is over."""
+        """A READY for a round that we began. A member that missed BEGIN gets it again, and so does one that
+        is too late and waits for the end. A member that is ready anew says that the attempt is over."""
         begun = self._begun.get(place)
         if begun is None:
             return False
@@ -219,8 +217,8 @@ class Coordination:
             self._outlet.send(peer, begin)
 
     def clamped(self, attempt: Attempt) -> Attempt:
-        """``attempt`` with a quarter to sixteen times of the time that we would have given it: a coordinator
-        that lies may say half an hour, or none at all."""
+        """``attempt`` with a quarter to sixteen times of the time that we would have given it, whatever a
+        coordinator says."""
         place = attempt.fragment, attempt.round
         views = {peer: self._swarm.live.get(peer, PeerView()) for peer in attempt.shares}
         rates = {

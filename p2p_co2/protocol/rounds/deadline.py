@@ -1,13 +1,10 @@
 """How long to wait, from what was measured: nobody sets a timeout by hand.
 
-Laws: every deadline lies between its floor and its cap; it grows when arrivals get later, also when they came
-too late to be used (a late arrival is a measurement); one outlier among many moves it little (median and MAD,
-Hampel 1974).
-
-The READY deadline looks at the *last* arrival of each past round: the median of all arrivals would shut one
-late peer among quick ones out for ever. Nobody is waited for longer than a share of the time between two
-rounds (``Cadence``). A peer that was late for a whole deadline twice running is not waited for until it has
-been in time again (``Punctuality``): what it brings before the others are done counts, the rest carries over.
+Laws: every deadline lies between its floor and its cap. It grows when arrivals get later, also of those too
+late to be used. One outlier among many moves it little (median and MAD, Hampel 1974). The READY deadline
+looks at the *last* arrival of each past round: the median would shut one late peer out for ever. Nobody is
+waited for longer than a share of the time between two rounds (``Cadence``). A peer that was late for two
+deadlines is not waited for until it has been in time again (``Punctuality``).
 """
 
 from __future__ import annotations
@@ -27,13 +24,14 @@ MARGIN = 0.25
 """At least this share of the median on top: equal arrivals have no spread but the next one has jitter."""
 SAFETY = 4.0
 """A link is allowed to be this much slower than its measured rate."""
-GATHER_LEAST, GATHER_LEAST_CAP_S = 1 / 4, 2.0
-"""Of their cap, READYs are waited for at least this share, and so for a sixteenth of the time between two
-rounds, which costs nobody anything, at most so many seconds; or as long as an inner step takes, where that is
-more: offers come at the ends of steps."""
+GATHER_LEAST = 1 / 4
+"""Of their cap, READYs are waited for at least this share: a sixteenth of the time between two rounds costs
+nobody anything. It is an inner step's time where that is more, since offers come at the ends of steps."""
+GATHER_LEAST_CAP_S = 2.0
+"""At most so long, by that share."""
 BEHIND_SHARE = 1 / 2
-"""Peers that are one round behind are waited for as long as this share of the time between two rounds: they
-replay that round as the others train, are ready soon after them, and would trail for good."""
+"""Of the time between two rounds, how long peers that are one round behind are waited for: else they would
+trail for good."""
 MISSES = 2
 """Deadlines that a peer may miss in a row and still be waited for."""
 
@@ -92,9 +90,9 @@ class ReadyHistory:
 
 
 class Cadence:
-    """How often the rounds of one fragment are made, from the commits that this peer has learned of; before,
-    as the run plans it (``planned_s``, 0 if it does not): a newcomer may be the next to coordinate. READYs
-    are waited for a ``share`` of that time at most."""
+    """How often the rounds of one fragment are made, from the commits that this peer has learned of. Before,
+    as the run plans it (``planned_s``, 0 if it does not). READYs are waited for a ``share`` of that time at
+    most."""
 
     def __init__(self, planned_s: float = 0.0, share: float = bounds.GATHER_SHARE) -> None:
         self._planned_s = planned_s
@@ -128,8 +126,8 @@ class Cadence:
 
     @property
     def behind_s(self) -> float:
-        """What peers that are one round behind are waited for at most, from the first READY; 0 until it is
-        known how often rounds are made."""
+        """What peers that are one round behind are waited for at most, from the first READY; 0 before the
+        time between rounds is known."""
         return min(bounds.GATHER_CAP_S, BEHIND_SHARE * self.period_s)
 
     @property
@@ -163,8 +161,8 @@ class Punctuality:
 
 
 def parts_deadline_s(transfer_s: float, observed: Durations, cap_s: float = bounds.PARTS_CAP_S) -> float:
-    """How long owners wait for slices: the time that the links need with a safety factor, or what past rounds
-    took if that is more, up to ``SAFETY`` times as much, so that a member whose slices never come does not
-    slow the others down for ever; at most ``cap_s``."""
+    """How long owners wait for slices, at most ``cap_s``: the time that the links need with a safety factor,
+    or what past rounds took. The latter counts up to ``SAFETY`` times the former, so one absent member slows
+    nobody for ever."""
     floor_s = min(max(SAFETY * transfer_s, bounds.PARTS_FLOOR_S), cap_s)
     return observed.deadline_s(floor_s, floor_s, min(SAFETY * floor_s, cap_s))

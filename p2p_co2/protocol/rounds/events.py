@@ -14,17 +14,16 @@ from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.bounds import DIGEST_BYTES, MAX_WEIGHT
 from p2p_co2.system.memory import Buffer
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Missed
 
 
 @dataclass(frozen=True)
 class PayloadShape:
     """What travels, and how often; the same on all peers. Every fragment's encoded size: ``blocks[f]`` blocks
     of ``block_bytes`` bytes. ``round_s``: the run's time between two rounds of a fragment, 0 where it counts
-    inner steps.
-    ``assumed_upload_bytes_per_s``: what a line carries that nobody has measured; ``chunk_bytes``: of states
-    and past means, what is asked for at once, 0: as the states suggest. A simulation whose bytes stand for
-    ``scale`` real ones each counts both in its own. ``weight_cap``: the run's; ``counts_steps``: whether
-    rounds are so many inner steps."""
+    inner steps (``counts_steps``). ``assumed_upload_bytes_per_s``: what a line carries that nobody has
+    measured. ``chunk_bytes``: what is asked for at once of states and past means; 0: as the states suggest.
+    ``scale``: how many real bytes each byte of a simulation stands for. ``weight_cap``: the run's."""
 
     block_bytes: int
     blocks: tuple[int, ...]
@@ -82,8 +81,8 @@ class Offer:
     """This peer's part in round ``round`` of ``fragment``: its encoded outer gradient and its weight
     (tokens).
 
-    ``round`` is the version the round would make; ``state_digest`` that of the agreed state at ``round - 1``;
-    ``base_version`` the version that the gradient was measured from. ``is_last``: this peer trains no more,
+    ``round`` is the version the round would make, and ``state_digest`` is of the agreed state before it.
+    ``base_version``: the version that the gradient was measured from. ``is_last``: this peer trains no more,
     so it loses nothing by waiting for others. ``offer_id``: eight random bytes that name this offer.
     """
 
@@ -183,6 +182,18 @@ class Committed:
 
 
 @dataclass(frozen=True)
+class MissedSlices:
+    """Slices of ours that are not in a committed mean: of ``parts`` of it, for this reason. ``owners``: who
+    averaged these and says so, sorted."""
+
+    fragment: int
+    round: int
+    reason: Missed
+    owners: tuple[PeerId, ...]
+    parts: int
+
+
+@dataclass(frozen=True)
 class Aborted:
     """Our offer came to nothing and nothing changed; the gradient carries over."""
 
@@ -254,8 +265,8 @@ class Distrusted:
 
 @dataclass(frozen=True)
 class Doubted:
-    """A commit of a round is not of the attempt, or not of the only one, that this peer was in: its offer may
-    be counted in a history that it does not hold."""
+    """A commit is not of the only attempt at its round that this peer was in. Its offer may be counted in a
+    history that it does not hold."""
 
     fragment: int
 
@@ -264,6 +275,7 @@ RoundsEvent = (
     ReduceWanted
     | CheckWanted
     | Committed
+    | MissedSlices
     | Aborted
     | Began
     | FellBehind

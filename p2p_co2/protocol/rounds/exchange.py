@@ -1,12 +1,10 @@
 """The bytes of one attempt at one member: its slices go to owners, owners' means come back.
 
-Laws: a mean counts only with the signature of the part's owner in its generation, from that owner, or from a
-member that passes on what a lost owner had sent it; the payload is cut with views, never copied whole. Where
-an owner is lost, no leader says who comes next: once all live members say that they lack its mean, the next
-by rank takes the part (``Attempt.heir``), and all send it their slices. As long as one of them holds the
-mean, that one passes it on, the first by rank of those that do not say that they lack it. An owner that holds
-it has sent it: that is under way, and is sent once more only when it must be lost, since it would make a slow
-line slower.
+Laws: a mean counts only with the signature of the part's owner in its generation. It comes from that owner,
+or from a member that passes on what a lost owner had sent it. The payload is cut with views, never copied
+whole. Where an owner is lost, nobody leads: once all live members lack its mean, the next by rank takes the
+part (``Attempt.heir``). As long as a member holds the mean, the first of these by rank passes it on. An owner
+sends its own mean once more only when it must be lost.
 """
 
 from __future__ import annotations
@@ -18,14 +16,14 @@ from statistics import median_high
 from typing import TypeVar
 
 from p2p_co2.digest import digest
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.assembly import Assembly, pieces
-from p2p_co2.protocol.rounds.attempt import Attempt, Share, read_contributors
+from p2p_co2.protocol.rounds.attempt import Attempt, Share, check_missed, read_contributors
 from p2p_co2.protocol.rounds.certificate import Seals
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import CheckWanted, Likeness, Offer, ReduceJob
-from p2p_co2.protocol.rounds.owner import Arrivals, Contributors, PartJob, Room
+from p2p_co2.protocol.rounds.owner import Arrivals, Contributors, MeanSlices, PartJob, Room
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.system.memory import Buffer, large_buffer
 from p2p_co2.wire.envelope import with_data
@@ -86,8 +84,10 @@ class PartState:
         self.generation = generation
         self.place = place
         self.due_at = due_at
-        self.outcome, self.seal = PartOutcome(), SignedMean()
-        """What an outcome says of it, and its owner's signature, once its mean is held."""
+        self.outcome = PartOutcome()
+        """What an outcome says of it, once its mean is held."""
+        self.seal = SignedMean()
+        """Its owner's signature, then."""
         self.again_at: dict[PeerId, float] = {}
         """When its mean, which was passed on to a peer, must have come or be lost."""
         self.expect(owner)
@@ -98,9 +98,10 @@ class PartState:
 
     def expect(self, source: PeerId) -> None:
         """All of it, from ``source``."""
-        self.source, self.transfer = source, Assembly(len(self.place), self.place)
-        self.head: tuple[Contributors, bytes] | None = None
-        """What the first piece says: the contributors, and the owner's signature."""
+        self.source = source
+        self.transfer = Assembly(len(self.place), self.place)
+        self.head: tuple[MeanSlices, bytes] | None = None
+        """What the first piece says: whose slices are in it, and the owner's signature."""
 
     def is_lost(self, swarm: Swarm, now: float) -> bool:
         """Whether its owner is late, or went: one that is back at once is another process."""
@@ -109,14 +110,14 @@ class PartState:
         return not self.is_held and now >= self.due_at
 
     def hold(
-        self, part: int, attempt: Attempt, seals: Seals, contributors: Contributors,
-        signature: bytes | None = None,
-    ) -> None:  # fmt: skip
+        self, part: int, attempt: Attempt, seals: Seals, counted: MeanSlices, signature: bytes | None = None
+    ) -> None:
         """Its mean is whole, and we made it if there is no ``signature``. Raises ``RemoteProtocolError``."""
         start, stop = attempt.ranges[part]
-        listed = list_contributors(contributors)
-        named = digest(self.place)
-        outcome = PartOutcome(start_block=start, stop_block=stop, digest=named, contributors=listed)
+        outcome = PartOutcome(
+            start_block=start, stop_block=stop, digest=digest(self.place),
+            contributors=list_contributors(counted.contributors), missed=counted.missed,
+        )  # fmt: skip
         said = digest(outcome.SerializeToString(deterministic=True))
         seal = SignedMean(part=part, generation=self.generation, digest=said, signature=signature)
         if signature is None:
@@ -133,6 +134,7 @@ class PartState:
             head = Mean(
                 key=attempt.key(), part=self.seal.part, generation=self.generation, offset=offset,
                 total=len(self.place), contributors=[] if offset else self.outcome.contributors,
+                missed=[] if offset else self.outcome.missed,
                 signature=b"" if offset else self.seal.signature,
             )  # fmt: skip
             message = with_data(head, data)
@@ -215,9 +217,9 @@ class Exchange:
 
     def _state(self, part: int, generation: int) -> PartState:
         if part >= len(self.parts):
-            raise RemoteProtocolError("wrong parts", f"part {part} of {len(self.parts)}")
+            raise RemoteProtocolError(Offence.WRONG_PARTS, f"part {part} of {len(self.parts)}")
         if generation > self.parts[part].generation:
-            raise RemoteProtocolError("wrong generation", f"{generation} of part {part}")
+            raise RemoteProtocolError(Offence.WRONG_GENERATION, f"{generation} of part {part}")
         return self.parts[part]
 
     def part(self, message: Part, sender: PeerId, now: float) -> bool:
@@ -227,7 +229,7 @@ class Exchange:
             return False
         job = self._jobs.get(message.part)
         if job is None:
-            raise RemoteProtocolError("wrong owner", f"PART {message.part} belongs to {state.owner}")
+            raise RemoteProtocolError(Offence.WRONG_OWNER, f"PART {message.part} belongs to {state.owner}")
         self._slices_at = now  # too late for the mean, it is still a measurement
         return job.add(message, sender, now)
 
@@ -236,8 +238,8 @@ class Exchange:
         state = self.parts[job.part]
         if mine is not None and mine.is_answered_by(job):
             self.parts_at = now
-            contributors = mine.reduced(job, mean, state.place)
-            state.hold(job.part, self.attempt, self.seals, contributors)
+            counted = mine.reduced(job, mean, state.place)
+            state.hold(job.part, self.attempt, self.seals, counted)
             state.send(self.attempt, self._swarm, self._outlet)
             self.findings[job.part, job.generation] = state.owner, True
 
@@ -261,9 +263,11 @@ class Exchange:
         if message.offset == 0:
             weights = self.attempt.weights
             contributors = read_contributors(message.contributors, weights, not self.attempt.weight_cap)
-            if state.head not in (None, (contributors, message.signature)):
+            check_missed(message.missed, len(weights) - len(contributors))
+            head = MeanSlices(contributors, tuple(message.missed)), message.signature
+            if state.head not in (None, head):
                 raise RemoteProtocolError("conflicting duplicate", "other contributors or signature")
-            state.head = contributors, message.signature
+            state.head = head
         is_new = state.transfer.add(message.offset, message.total, message.data)
         if is_new and state.transfer.whole is not None and state.head is not None:
             try:
@@ -281,7 +285,7 @@ class Exchange:
     def _follows(self, state: PartState, sender: PeerId, now: float) -> bool:
         """Whether ``sender`` may pass on the mean of an owner that is lost: the first one that does."""
         if sender not in self.attempt.shares:
-            raise RemoteProtocolError("not a member", "MEAN")
+            raise RemoteProtocolError(Offence.NOT_A_MEMBER, "MEAN")
         is_ours = state.owner == self._swarm.me  # its slices are being averaged in place
         if is_ours or not state.is_lost(self._swarm, now) or state.source != state.owner:
             return False
@@ -293,7 +297,7 @@ class Exchange:
         slices count for less than a quarter: only those unlike most do, and they do not look."""
         state = self.parts[part]
         weights = self.attempt.weights
-        counted = dict(state.head[0] if state.head else ())
+        counted = dict(state.head[0].contributors if state.head else ())
         cut = {peer for peer, weight in counted.items() if 4 * weight < weights[peer]}
         if not self.attempt.weight_cap or self._swarm.me not in self.attempt.senders[part]:
             return
@@ -325,8 +329,8 @@ class Exchange:
     # ---- lost owners
 
     def lost(self, now: float) -> frozenset[tuple[int, int]]:
-        """The (part, generation) that we lack and whose owner is gone or late; with those that we have given
-        up for an heir, or others would think that we hold their means."""
+        """The (part, generation) that we lack and whose owner is gone or late. Those that we have given up
+        for an heir count, too: we do not hold their means."""
         return frozenset(
             (part, generation)
             for part, state in enumerate(self.parts)

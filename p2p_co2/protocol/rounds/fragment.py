@@ -1,167 +1,147 @@
-"""One fragment's rounds as a participant: the open offer from READY to its ending, and what others committed
-meanwhile.
+"""One fragment's rounds as a participant: the open offer from READY to its ending, and what others committed.
 
-Laws: at most one offer is open and it ends once; a commit is believed only if it makes the version after the
-newest one that we know, from the state that we hold, and if we were in it or enough live peers signed it;
-no other attempt of a round is joined before the one that we left is over (``member``); what was held for an
-offer is forgotten with it.
+Laws: at most one offer is open and it ends once. A commit is believed only if it makes the version after the
+newest one that we know, from the state that we hold. We must have been in it, or enough live peers signed it.
+No other attempt of a round is joined before the one that we left is over. What was held for an offer is
+forgotten with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 
-from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.errors import LocalProtocolError, Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds.asking import Asking
 from p2p_co2.protocol.rounds.assembly import Piece, ReorderBuffer
-from p2p_co2.protocol.rounds.attempt import Attempt, check_behind, check_duration, read_begin
-from p2p_co2.protocol.rounds.certificate import Seals, open_decision, signers_of, tellers_of
+from p2p_co2.protocol.rounds.attempt import check_behind, check_duration, read_begin
+from p2p_co2.protocol.rounds.certificate import Seals, Signer, open_decision, signers_of
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Aborted, Doubted, FellBehind, Offer, Refused
 from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.rounds.history import History, is_in_all
-from p2p_co2.protocol.rounds.member import Completion, Member, without_bytes
+from p2p_co2.protocol.rounds.member import Completion, Member, missed_slices, without_bytes
+from p2p_co2.protocol.rounds.offer_state import OfferState
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.identity import PeerId
 
 
 class FragmentRounds:
-    """What this peer knows and does about one fragment."""
+    """What this peer knows and does about one fragment. ``open``: its offer; ``leaving``: an attempt whose
+    offer we withdrew: no other of its round is joined before it is over."""
 
     def __init__(
-        self, fragment: int, identity: Identity, run: bytes, swarm: Swarm, outlet: Outlet, history: History,
+        self, fragment: int, signer: Signer, swarm: Swarm, outlet: Outlet, history: History,
         coordination: Coordination,
     ) -> None:  # fmt: skip
-        self.version: int | None = None
-        """The agreed state that we hold; None while joining."""
-        self.digest = b""
         self.history = history
-        self.offer: Offer | None = None
-        self.offered_at = 0.0
-        self.asking: Asking | None = None
-        self.member: Member | None = None
+        self.open: OfferState | None = None
         self.leaving: Member | None = None
-        """An attempt whose offer we withdrew: no other of its round is joined before it is over."""
-        self._identity = identity
-        self._run = run
+        self._signer = signer
         self._swarm = swarm
         self._outlet = outlet
         self._coordination = coordination
-        self._early = ReorderBuffer(2 * swarm.shape.payload_bytes(fragment))
+        self.early = ReorderBuffer(2 * swarm.shape.payload_bytes(fragment))
         self._aborted_round = -1
         self._sent_behind: tuple[PeerId, int] | None = None
         """Which coordinator of our fragment sent us after another state, until that is here or came to
         nothing."""
-        self._beyond: tuple[wire.Decision, wire.Outcome] | None = None
-        """The last commit that was heard while the one before it was not known either."""
         self._withdrawn: Offer | None = None
         """The last offer that we ended ourselves: what still answers its READY is nobody's fault."""
-        self._completing: Completion | None = None
-        """Set once our attempt has committed and some of its means are still on their way to us."""
         self.on_begun: Callable[[], None] = lambda: None
         """See ``Rounds.when_begun``."""
         self._receipts = Durations()
-        self._observed = coordination.observed[fragment]
-        self._cadence = coordination.cadences[fragment]
 
-    def is_completing(self) -> bool:
-        """Whether the bytes of a commit are coming in: nobody else need be asked for them."""
-        return self._completing is not None
+    @property
+    def offer(self) -> Offer | None:
+        return None if self.open is None else self.open.offer
+
+    @property
+    def asking(self) -> Asking | None:
+        return None if self.open is None else self.open.asking
+
+    @property
+    def member(self) -> Member | None:
+        """Our part in the attempt of our offer, also once that has committed."""
+        return None if self.open is None else self.open.member
+
+    @property
+    def completion(self) -> Completion | None:
+        """Set while some means of our committed attempt are still on their way to us."""
+        return None if self.open is None else self.open.completion
 
     def joined_until(self, round_: int) -> float | None:
         """When the open attempt of ``round_`` that we are in does something next; None if there is none."""
-        member = (self.member if self._completing is None else None) or self.leaving
+        member = (self.member if self.completion is None else None) or self.leaving
         return member.get_timer() if member is not None and member.attempt.round == round_ else None
 
-    def reached(self) -> int:
-        """The newest version that we hold or have seen committed; -1 while joining."""
-        newest = self.history.newest_commit()
-        return max(-1 if self.version is None else self.version, newest[1].key.round if newest else -1)
-
     def set_state(self, version: int, digest: bytes, now: float) -> None:
-        """Our state now. A commit that follows it and that we know already is told (again), so that replays
-        follow one another; one of another history is forgotten. An offer that starts elsewhere ends."""
-        if self.version is not None and not version - 1 <= self.version <= version:
-            self.history.forget(0)  # it goes over to most others: what it knows may be of another history
-        elif version == self.version and digest != self.digest:
-            self.history.forget(0)
-        elif (known := self.history.commit(version)) is not None and self.version == version - 1:
-            self._swarm.repute.committed(PeerId(known[1].coordinator), known[1].key.fragment)
-        if (version, digest) != (self.version, self.digest):
+        """Our state now. A commit that follows it and that we know already is told (again). An offer that
+        starts elsewhere ends."""
+        history = self.history
+        made = history.commit(version)
+        if made is not None and history.version == version - 1:
+            self._swarm.repute.committed(PeerId(made[1].coordinator), made[1].key.fragment)
+        if (version, digest) != (history.version, history.digest):
             self._sent_behind = None
-        self.version = version
-        self.digest = digest
-        if self.offer is not None and (self.offer.round, self.offer.state_digest) != (version + 1, digest):
-            healed = self.offer.round == version + 1
+        following = history.go_to(version, digest)
+        offer = self.offer
+        if offer is not None and (offer.round, offer.state_digest) != (version + 1, digest):
+            healed = offer.round == version + 1
             how = "was replaced by another state" if healed else "is the agreed state now"
             self.withdraw(f"version {version} {how}", now)
-        self.history.outrun(version, self._outlet.emit)
-        if self._beyond is not None and self._beyond[1].key.round == version + 1:
-            self.history.keep(*self._beyond)
-            self._beyond = None
-        known = self.history.commit(version + 1)
-        if known is not None and known[1].state_digest == digest:
-            self._end_without_bytes(*known)
-        elif known is not None:
-            self.history.forget(version + 1)
+        history.outrun(version, self._outlet.emit)
+        if following is not None:
+            self._end_without_bytes(*following)
 
     def forget(self, round_: int, now: float) -> None:
         """Nobody holds the bytes of a commit, or the state that a coordinator sent us after."""
-        self.history.forget(max(round_, (self.version or 0) + 1))
+        self.history.forget(max(round_, (self.history.version or 0) + 1))
         if self._sent_behind is not None:
             self._swarm.failed(*self._sent_behind, "it sent us where nobody is", now)
             self._sent_behind = None
 
     def start(self, offer: Offer, now: float) -> None:
         """Open an offer. Raises ``LocalProtocolError`` if one is open, or it does not fit our state."""
-        if (mine := self.offer) is not None:
-            raise LocalProtocolError(f"fragment {offer.fragment} has an open offer for round {mine.round}")
-        if self.version != offer.round - 1 or self.digest != offer.state_digest:
-            raise LocalProtocolError(f"an offer for round {offer.round} at version {self.version}")
+        history = self.history
+        if self.offer is not None:
+            raise LocalProtocolError(f"fragment {offer.fragment} has an open offer for {self.offer.round}")
+        if (history.version, history.digest) != (offer.round - 1, offer.state_digest):
+            raise LocalProtocolError(f"an offer for round {offer.round} at version {history.version}")
         if len(offer.payload) != self._swarm.shape.payload_bytes(offer.fragment):
             raise LocalProtocolError(f"a payload of {len(offer.payload)} bytes for fragment {offer.fragment}")
-        self.offer = offer
-        self.offered_at = now
-        known = self.history.commit(offer.round)
+        self.open = OfferState(offer, now)
+        known = history.commit(offer.round)
         if known is not None:
             self._end_without_bytes(*known)
         self._ask(now)
 
     def _ask(self, now: float) -> None:
         """Ask to be taken in, once nothing keeps our offer from it."""
-        offer = self.offer
-        if offer is None or self.asking or self.member:
+        if self.open is None or self.asking or self.member:
             return
+        offer = self.open.offer
         if self.leaving is None or self.leaving.attempt.round != offer.round:
             is_retry = offer.round == self._aborted_round
-            self.asking = Asking(offer, self._swarm, self._outlet, self._receipts, is_retry=is_retry, now=now)
+            asking = Asking(offer, self._swarm, self._outlet, self._receipts, is_retry=is_retry, now=now)
+            self.open.become(asking)
 
     def withdraw(self, reason: str, now: float) -> bool:
         """End the open offer, whatever it waits for; False if there is none."""
-        if self.offer is None:
+        if self.open is None:
             return False
-        self._withdrawn = self.offer
-        if self.member is not None and self._completing is None and not self.member.attempt.is_alone:
+        self._withdrawn = self.open.offer
+        if self.member is not None and self.completion is None and not self.member.attempt.is_alone:
             self.leaving = self.member
             self.leaving.leave(reason, now)
         self._abort(reason, is_over=False)
         return True
 
-    def waiting(self) -> tuple[float, float] | None:
-        """Since when our offer waits and when its next timer is (never: inf); None if there is no offer."""
-        timer_at = self.get_timer() if self.offer is not None else None
-        return None if self.offer is None else (self.offered_at, inf if timer_at is None else timer_at)
-
-    def held(self) -> dict[str, tuple[int, int]]:
-        return self.history.held() | self._early.held()
-
     # ---- time and the swarm
 
     def _roles(self) -> list[Asking | Member | Completion]:
-        mine = self.asking or self._completing or self.member
+        mine = self.asking or self.completion or self.member
         return [role for role in (mine, self.leaving) if role is not None]
 
     def peers_changed(self, now: float) -> None:
@@ -182,14 +162,15 @@ class FragmentRounds:
             self.leaving = None
             self._ask(now)
             return True
-        if self._completing is not None:
-            if self._completing.has_stalled:
-                self._end_without_bytes(self._completing.decision, self._completing.outcome)
-            return self._completing is None
+        completion = self.completion
+        if completion is not None:
+            if completion.has_stalled:
+                self._end_without_bytes(completion.decision, completion.outcome)
+            return completion.has_stalled
         member = self.member
         if member is not None and member.certificate is not None:
             decision = member.certificate
-            outcome = open_decision(decision, self._run, self._swarm.shape)
+            outcome = open_decision(decision, self._signer.run, self._swarm.shape)
             member.tell(decision, outcome)
             self._finish(member, decision, outcome, now)
             return True
@@ -214,60 +195,53 @@ class FragmentRounds:
 
     def on_begin(self, message: wire.Begin, sender: PeerId, now: float) -> None:
         attempt = read_begin(message, sender, self._swarm.shape)
-        if self.history.has_ended(attempt.id) or self.attempt(attempt.id) is not None:
+        if self.history.has_ended(attempt.id) or self._is_in(attempt.id):
             return  # doubled
         asking = self.asking
         if self._swarm.me not in attempt.shares:
             if asking is not None and attempt.coordinator in asking.asked:
                 asking.began_without_us(self._coordination.clamped(attempt), now)
             return
-        if asking is None or asking.offer.round != attempt.round:
-            if attempt.round > self.reached() + 1:
-                raise RemoteProtocolError("unknown round", f"BEGIN of round {attempt.round}")
+        if self.open is None or asking is None or asking.offer.round != attempt.round:
+            if attempt.round > self.history.reached() + 1:
+                raise RemoteProtocolError(Offence.UNKNOWN_ROUND, f"BEGIN of round {attempt.round}")
             # Our READY was overtaken: the offer has ended or is in another attempt (we are in one at a time).
-            self._decline(attempt)
-            return
-        if not asking.is_taken_in(attempt, self._withdrawn):
-            self._decline(attempt)
-            return
-        if not attempt.is_quorum(self._swarm.known(attempt.shares)):
-            self._decline(attempt)  # names are free
-            asking.mistrust(sender, "most of its group never worked here", now)
+            is_taken_in = False
+        else:
+            is_taken_in = asking.is_taken_in(attempt, self._withdrawn)
+        are_known = attempt.is_quorum(self._swarm.known(attempt.shares))  # names are free
+        if self.open is None or asking is None or not is_taken_in or not are_known:
+            self.history.end(attempt.id)
+            gone = wire.Result(key=attempt.key(), gave_up=True)
+            for peer in attempt.shares:
+                if peer != self._swarm.me and self._swarm.is_live(peer):
+                    self._outlet.send(peer, gone)
+            if asking is not None and is_taken_in:
+                asking.mistrust(sender, "most of its group never worked here", now)
             return
         attempt = self._coordination.clamped(attempt)  # not before: it costs more than all else
         if attempt.coordinator != asking.asked[-1]:
             asking.leave()  # an earlier one was quicker
         offer = asking.offer
-        self.asking = None
         if not attempt.is_alone:
             self.history.join(attempt.round, attempt.id, offer.offer_id)
         self.on_begun()
         exchange = Exchange(
-            offer, attempt, self._swarm, self._outlet, seals=Seals(self._identity, self._run, attempt),
-            observed=self._observed, now=now,
+            offer, attempt, self._swarm, self._outlet, seals=Seals(self._signer, attempt),
+            observed=self._coordination.observed[attempt.fragment], now=now,
         )  # fmt: skip
-        self.member = Member(
-            offer, attempt, exchange, identity=self._identity, run=self._run, swarm=self._swarm,
-            outlet=self._outlet, now=now,
-        )  # fmt: skip
+        member = Member(attempt, exchange, self._signer, self._swarm, self._outlet, now)
+        self.open.become(member)
         exchange.start(now)
-        self.member.check(now)
+        member.check(now)
         self._replay(now)
-
-    def _decline(self, attempt: Attempt) -> None:
-        """Take no part in an attempt that counts on us."""
-        self.history.end(attempt.id)
-        gone = wire.Result(key=attempt.key(), gave_up=True)
-        for peer in attempt.shares:
-            if peer != self._swarm.me and self._swarm.is_live(peer):
-                self._outlet.send(peer, gone)
 
     def on_behind(self, message: wire.Behind, sender: PeerId, now: float) -> None:
         check_behind(message)
         asking = self.asking
         if asking is None or asking.offer.round != message.round or sender not in asking.asked:
             return
-        if (message.version, message.state_digest) == (self.version, self.digest):
+        if (message.version, message.state_digest) == (self.history.version, self.history.digest):
             raise RemoteProtocolError("impossible version", f"{message.version}, which is where we are")
         most = self._swarm.farthest_version(message.fragment)
         if message.version > most and sender != self._swarm.me:
@@ -280,51 +254,51 @@ class FragmentRounds:
 
     # ---- pieces of payloads and means
 
-    def attempt(self, attempt: bytes) -> Attempt | None:
-        """The attempt of this id if we are in it now."""
-        return self.member.attempt if self.member is not None and self.member.attempt.id == attempt else None
+    def _is_in(self, attempt: bytes) -> bool:
+        """Whether we are in the attempt of this id now."""
+        return self.member is not None and self.member.attempt.id == attempt
 
     def on_piece(self, message: Piece, sender: PeerId, now: float) -> bool:
         """PART or MEAN: for the attempt we are in, or held until we follow what it is of. False if it came
         for nothing."""
         round_ = message.key.round
         member = self.member
-        ends = self._completing is not None and isinstance(message, wire.Mean)  # what was on its way to us
-        if self.history.has_ended(message.key.attempt) and not (ends and self.attempt(message.key.attempt)):
+        ends = self.completion is not None and isinstance(message, wire.Mean)  # what was on its way to us
+        if self.history.has_ended(message.key.attempt) and not (ends and self._is_in(message.key.attempt)):
             return False
-        if member is not None and member.attempt.id == message.key.attempt:
+        if member is not None and self._is_in(message.key.attempt):
             if sender not in member.attempt.shares:
-                raise RemoteProtocolError("not a member", message.__class__.__name__)
+                raise RemoteProtocolError(Offence.NOT_A_MEMBER, message.__class__.__name__)
             if not member.exchange.is_early(message.part, message.generation):
                 return self._take(member, message, sender, now)
         elif self.asking is not None and self.asking.offer.round == round_:
             if not self._swarm.is_live(sender):
-                raise RemoteProtocolError("unknown peer", "a piece of a round that has not begun here")
+                raise RemoteProtocolError(Offence.UNKNOWN_PEER, "a piece of a round that has not begun here")
             self.asking.poke(now)
         elif self._withdrawn is not None and self._withdrawn.round == round_:
             return False  # the others count on the READY that we withdrew
         else:
-            known = round_ <= self.reached()
-            raise RemoteProtocolError("replayed round" if known else "unknown round", str(round_))
-        self._early.hold(message, sender)
+            known = round_ <= self.history.reached()
+            raise RemoteProtocolError(Offence.REPLAYED_ROUND if known else Offence.UNKNOWN_ROUND, str(round_))
+        self.early.hold(message, sender)
         return True
 
     def _take(self, member: Member, message: Piece, sender: PeerId, now: float) -> bool:
         if isinstance(message, wire.Part):
             return member.exchange.part(message, sender, now)
         is_new = member.exchange.mean_came(message, sender, now)
-        if is_new and self._completing is not None:
-            self._completing.came(now)
-            self._complete(now)
+        if is_new and self.completion is not None:
+            self.completion.came(now)
+            self._complete(self.completion, now)
         elif is_new:
             member.mean_came(now)
         return is_new
 
     def _replay(self, now: float) -> None:
         """Take the pieces that came before what explains them."""
-        for sender, message in self._early.release():
+        for sender, message in self.early.release():
             try:
-                if self.attempt(message.key.attempt) is not None:
+                if self._is_in(message.key.attempt):
                     self.on_piece(message, sender, now)
             except RemoteProtocolError as error:
                 self._outlet.emit(Refused(sender, error.reason, error.detail))
@@ -336,7 +310,7 @@ class FragmentRounds:
         it ended."""
         attempt = message.key.attempt
         for member in (self.member, self.leaving):
-            if member is not None and member.attempt.id == attempt and self._completing is None:
+            if member is not None and member.attempt.id == attempt and self.completion is None:
                 before = [part.generation for part in member.exchange.parts]
                 has_moved = member.result(message, sender, now)
                 if before != [part.generation for part in member.exchange.parts]:
@@ -352,10 +326,10 @@ class FragmentRounds:
         """How did an attempt end? One that we never heard of we shall not join."""
         attempt = message.key.attempt
         is_open = any(
-            member is not None and member.attempt.id == attempt and not member.reason
+            member is not None and member.attempt.id == attempt and not member.is_leaving
             for member in (self.member, self.leaving)
         )
-        if is_open and self._completing is None:
+        if is_open and self.completion is None:
             return  # it will be told
         if self._swarm.is_live(sender):
             self.history.end(attempt)
@@ -363,16 +337,11 @@ class FragmentRounds:
 
     def _answer(self, message: wire.Result | wire.AskOutcome, sender: PeerId) -> bool:
         """Tell ``sender`` how an attempt ended, if it has to ask; whether it was told."""
-        known = self.history.commit(message.key.round)
-        result = message if isinstance(message, wire.Result) else wire.Result()
-        hears_votes = bool(result.digest)
-        if known is not None and (not hears_votes or (result.again and self._swarm.me in tellers_of(*known))):
-            self._outlet.send(sender, known[0])
-        elif known is None and not (result.gave_up or hears_votes):
-            self._outlet.send(sender, wire.Result(key=message.key, gave_up=True))
-        else:
-            return False
-        return True
+        result = message if isinstance(message, wire.Result) else wire.Result(key=message.key)
+        answer = self.history.verdict(result, self._swarm.me)
+        if answer is not None:
+            self._outlet.send(sender, answer)
+        return answer is not None
 
     # ---- outcomes
 
@@ -386,48 +355,47 @@ class FragmentRounds:
         members = [one.peer for one in outcome.members]
         if not is_ours and not self._swarm.believes(signers, members, outcome.key.fragment):
             return  # heartbeats tell where most are
-        if known is not None or self.version is None or round_ <= self.version:
+        history = self.history
+        if known is not None or history.version is None or round_ <= history.version:
             return
-        if self._completing is not None:
-            if round_ == self.reached() + 1:  # one beyond would hide from us all that come before it
-                self.history.keep(decision, outcome)  # told once we have the bytes of the one before
-                self._completing.overtaken(now)
+        follows = round_ == history.reached() + 1
+        if self.completion is not None:
+            if follows:  # one beyond would hide from us all that come before it
+                history.keep(decision, outcome)  # told once we have the bytes of the one before
+                self.completion.overtaken(now)
             return
-        foreign = round_ == self.version + 1 and outcome.state_digest != self.digest
-        if foreign or round_ != self.reached() + 1:
-            self._beyond = None if foreign else (decision, outcome)
-            self._fall_behind(outcome, signers)
+        if not follows or (round_ == history.version + 1 and outcome.state_digest != history.digest):
+            history.hear_beyond(decision, outcome)
+            ended = self.open is not None
+            self._end()  # most others have made a round that does not follow our state
+            donors = tuple(peer for peer in signers if peer != self._swarm.me)
+            place = outcome.key.fragment, round_ - 1
+            self._outlet.emit(FellBehind(*place, outcome.state_digest, donors, ended))
         elif member is not None and is_ours:
             self._finish(member, decision, outcome, now)
         else:
-            self._cadence.committed(round_, now)
-            self.history.keep(decision, outcome)
+            self._coordination.cadences[outcome.key.fragment].committed(round_, now)
+            history.keep(decision, outcome)
             self._end_without_bytes(decision, outcome)
-
-    def _fall_behind(self, outcome: wire.Outcome, signers: list[PeerId]) -> None:
-        """Most others have made a round that does not follow our state."""
-        fragment = outcome.key.fragment
-        version = outcome.key.round - 1
-        ended = self.offer is not None
-        if ended:
-            self._end()
-        donors = tuple(peer for peer in signers if peer != self._swarm.me)
-        self._outlet.emit(FellBehind(fragment, version, outcome.state_digest, donors, ended))
 
     def _finish(self, member: Member, decision: wire.Decision, outcome: wire.Outcome, now: float) -> None:
         """A commit of the attempt that we are in."""
-        member.check_outcome(outcome)
+        member.attempt.check_outcome(outcome)
         member.exchange.note_duration(member.begun_at, now)
-        self._cadence.committed(outcome.key.round, now)
+        self._coordination.cadences[outcome.key.fragment].committed(outcome.key.round, now)
         self.history.keep(decision, outcome)
-        self._completing = Completion(member, decision, outcome, self._swarm, now)
-        self._complete(now)
+        for missed in missed_slices(member, outcome, self._swarm.me):
+            self._outlet.emit(missed)
+        completion = Completion(member, decision, outcome, self._swarm, now)
+        assert self.open is not None
+        self.open.become(completion)
+        self._complete(completion, now)
 
-    def _complete(self, now: float) -> None:
+    def _complete(self, completion: Completion, now: float) -> None:
         """Our attempt has committed: end the offer if we hold all means."""
-        assert self._completing is not None
-        outcome = self._completing.outcome
-        event = self._completing.committed(self.offered_at, now)
+        assert self.open is not None
+        outcome = completion.outcome
+        event = completion.committed(self.open.offered_at, now)
         if event is not None:
             self._end()
             self._outlet.emit(event)
@@ -436,7 +404,6 @@ class FragmentRounds:
 
     def _end_without_bytes(self, decision: wire.Decision, outcome: wire.Outcome) -> None:
         self.doubt(outcome)
-        self._completing = None
         ended = self.offer is not None and self.offer.round == outcome.key.round
         if ended:
             self._end()
@@ -463,5 +430,5 @@ class FragmentRounds:
             self.asking.leave()
         if self.offer is not None:
             self._coordination.withdraw((self.offer.fragment, self.offer.round), self._swarm.me)
-        self.offer = self.asking = self.member = self._completing = None
-        self._early.clear()
+        self.open = None
+        self.early.clear()

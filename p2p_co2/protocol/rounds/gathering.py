@@ -1,10 +1,8 @@
 """A coordinator before BEGIN: it waits for READYs of one round and closes the group.
 
-Laws: who may begin is the ``Roster``'s question. The group closes when everybody who can come is there, or
-at the adaptive deadline; a majority that is missing then is waited for, up to the cap, and peers one round
-behind for longer than the deadline. The answer is always a BEGIN or a reason in
-words. "Live" is what membership says: where views differ widely two groups can still begin, and digests show
-it.
+Laws: who may begin is the ``Roster``'s question. The group closes when everybody who can come is there, or at
+the adaptive deadline. A majority that is missing then is waited for, up to the cap. The answer is always a
+BEGIN or a reason in words.
 """
 
 from __future__ import annotations
@@ -35,10 +33,9 @@ class Roster:
     """The READYs of one round, by peer, and whether they may begin it: questions, without time or messages.
 
     Those that start from equal states are a camp. Laws: a round begins only with a majority of the live
-    training peers that agree on the state they start from, so two halves of a split swarm cannot both go on;
-    half of it is enough only for the peer that is first by rendezvous hash, in its own half. None begins that
-    as many others have made already, though they are done. Votes are ``voters``'; of newcomers a group takes
-    so many that its voters are a quorum without them.
+    training peers that agree on the state they start from. Half of them is enough for the peer that is first
+    by rendezvous hash, in its own half. None begins that as many others have made already, though they are
+    done. Of newcomers a group takes so many that its ``voters`` are a quorum without them.
     """
 
     def __init__(self, fragment: int, round_: int, swarm: Swarm) -> None:
@@ -55,8 +52,8 @@ class Roster:
         return 2 * sum(ready.last for ready in self.readies.values()) > len(self.readies)
 
     def heard(self) -> list[PeerId]:
-        """Those who are ready and not missed since: who may be gone would keep a round from its end for as
-        long as all its deadlines together."""
+        """Those who are ready and not missed since: who may be gone would hold the round up through all its
+        deadlines."""
         return [peer for peer in sorted(self.readies) if not self._swarm.is_missed(peer)]
 
     def live(self) -> list[PeerId]:
@@ -78,7 +75,8 @@ class Roster:
 
     def live_count(self, group: list[PeerId]) -> int:
         """Of how many peers a quorum of ``group`` must sign. One more where half of them do not decide by
-        hash, and of two where others train beside them: nobody believes a commit with one signature."""
+        hash. One more of two where others train beside them, too: nobody believes a commit with one
+        signature."""
         live = {*self.live(), *self._here()} if len(group) == 2 else set(self.live())
         count = len({*live, *group})
         are_seen = len(self._voting(group)) == count == 2 < len(self._swarm.working_on(self.fragment))
@@ -107,9 +105,8 @@ class Roster:
     # ---- camps
 
     def agreeing(self) -> tuple[bytes, list[PeerId]]:
-        """The state digest that most voters' READYs start from, and its peers, sorted. Of equal camps the one
-        that may begin with half of the swarm comes first (``shortage``), then the heavier one, then that of
-        the larger digest."""
+        """The state digest that most voters' READYs start from, and its peers, sorted. Of equal camps our own
+        comes first, then the heavier one, then that of the larger digest."""
         camps: dict[bytes, list[PeerId]] = {}
         for peer in self.heard() or sorted(self.readies):
             camps.setdefault(self.readies[peer].state_digest, []).append(peer)
@@ -128,9 +125,9 @@ class Roster:
     # ---- whether a camp may begin
 
     def _suffices(self, camp: list[PeerId], now: float) -> bool:
-        """Whether most of the swarm is in ``camp``. Half of it is enough where we are in that half and first
-        by hash, and no newcomer is there: no other half can say so. Not if the other half has made this round
-        already: then it is we who are late."""
+        """Whether most of the swarm is in ``camp``. Half of it is enough where we are in it and first by
+        hash, and no newcomer is there. Not if the other half has made this round already: then it is we who
+        are late."""
         live = self.live()
         size = min(len(self._voting(camp)), MAX_MEMBERS)
         if 2 * size != len(live) or self._swarm.me not in camp:
@@ -148,8 +145,8 @@ class Roster:
 
     def _is_made(self, camp: list[PeerId], now: float) -> bool:
         """Whether as many as ``camp`` has say that they made this round, though they are done with the
-        fragment: who makes a run's last round once more makes another state of its version. Where they are
-        more, even those who are passed over: who could not give their bytes in time are."""
+        fragment. Made once more it would be another state of its version. Where they are more, also those who
+        are passed over count."""
         past = [p for p in self._here() if p not in camp and self._is_past(p)]
         believed = [peer for peer in past if not self._swarm.repute.is_passed_over(peer, self.fragment, now)]
         return len(past) > len(camp) or len(believed) >= len(camp)
@@ -228,15 +225,13 @@ class Gathering:
 
     @property
     def _grace_until(self) -> float:
-        """Where one READY came long before the others, the deadline is over when the second makes a majority,
-        and the third, of the same moment, is still under way: without grace it was left out of that round,
-        had to replay it while the next began, and so of every round after."""
+        """Where one READY came long before the others, the second makes a majority after the deadline. The
+        third, of the same moment, is given this grace: else it was left out, and of every round after."""
         return 0.0 if self._enough_at is None else self._enough_at + self._least_s
 
     def may_close(self, moved: frozenset[PeerId], now: float) -> bool:
         """Whether to begin, or to give up. ``moved``: peers known to have reached ``round - 1``. A majority
-        that is missing is waited for up to the cap: an abort would cost the early ones a whole round, and
-        waiting costs nobody a training step."""
+        that is missing is waited for up to the cap: an abort would cost the early ones a whole round."""
         if self.roster.is_too_late():
             return True
         self._look_behind(moved)
@@ -267,8 +262,8 @@ class Gathering:
         self._behind = set(filter(self._swarm.replays.is_awaited, late))
 
     def _is_complete(self, moved: frozenset[PeerId]) -> bool:
-        """Whether nobody is left to wait for. A peer known to be elsewhere, or to be always late, is not
-        waited for; one in ``moved`` has reached ``round - 1`` whatever its last status said."""
+        """Whether nobody is left to wait for: not a peer that is known to be elsewhere, or always late. One
+        in ``moved`` has reached ``round - 1`` whatever its last status said."""
         habit = self._habit()
         heard = set(self.roster.heard())
         return self._behind <= heard and all(

@@ -9,10 +9,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from p2p_co2.protocol.rounds import bounds
-from p2p_co2.protocol.rounds.certificate import Derived
+from p2p_co2.protocol.rounds.certificate import Derived, tellers_of
 from p2p_co2.protocol.rounds.events import Stale
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Decision, Outcome
+from p2p_co2.wire.messages_pb2 import Decision, Missed, Outcome, PartOutcome, Result
 
 
 @Derived
@@ -26,10 +26,23 @@ def is_in_all(outcome: Outcome, me: PeerId) -> bool:
     return all(any(one.peer == me for one in part.contributors) for part in outcome.parts)
 
 
+def missed_in(part: PartOutcome, outcome: Outcome, peer: PeerId) -> Missed | None:
+    """Why its slice is not in one part of a committed mean of which it is a member; None if it is."""
+    contributors = {one.peer for one in part.contributors}
+    absent = (member.peer for member in outcome.members if member.peer not in contributors)
+    return dict(zip(absent, part.missed, strict=True)).get(peer)
+
+
 class History:
-    """The last ``KEEP_DECISIONS`` commits of one fragment, and the attempts that ended."""
+    """Where this peer is in one fragment, the last ``KEEP_DECISIONS`` commits, and the attempts that
+    ended."""
 
     def __init__(self) -> None:
+        self.version: int | None = None
+        """The agreed state that we hold; None while joining."""
+        self.digest = b""
+        self._beyond: tuple[Decision, Outcome] | None = None
+        """The last commit that was heard while the one before it was not known either."""
         self.workers: frozenset[str] = frozenset()
         """Whose slices are in the kept commits."""
         self._commits: OrderedDict[int, tuple[Decision, Outcome]] = OrderedDict()
@@ -39,6 +52,36 @@ class History:
         of ours."""
         self._left: deque[tuple[int, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         """The last of them that has committed, and those since that we left before they were decided."""
+
+    def go_to(self, version: int, digest: bytes) -> tuple[Decision, Outcome] | None:
+        """Our state now. The commit that follows it, if that is known: replays follow one another. What was
+        known of another history is forgotten."""
+        is_healed = version == self.version and digest != self.digest
+        if self.version is not None and (is_healed or not version - 1 <= self.version <= version):
+            self.forget(0)  # it goes over to most others
+        self.version = version
+        self.digest = digest
+        if self._beyond is not None and self._beyond[1].key.round == version + 1:
+            self.keep(*self._beyond)
+            self._beyond = None
+        following = self.next_commit()
+        if following is None and version + 1 in self._commits:
+            self.forget(version + 1)
+        return following
+
+    def next_commit(self) -> tuple[Decision, Outcome] | None:
+        """The commit that follows the state that we hold, if anybody told us of it."""
+        known = None if self.version is None else self.commit(self.version + 1)
+        return known if known is not None and known[1].state_digest == self.digest else None
+
+    def reached(self) -> int:
+        """The newest version that we hold or have seen committed; -1 while joining."""
+        return max([-1 if self.version is None else self.version, *self._commits])
+
+    def hear_beyond(self, decision: Decision, outcome: Outcome) -> None:
+        """A commit that does not follow what we know; one of another history hides nothing."""
+        is_foreign = outcome.key.round == (self.version or 0) + 1 and outcome.state_digest != self.digest
+        self._beyond = None if is_foreign else (decision, outcome)
 
     def keep(self, decision: Decision, outcome: Outcome) -> None:
         self.end(outcome.key.attempt)
@@ -54,9 +97,9 @@ class History:
             self._ended.append(attempt)
 
     def leave(self, round_: int, attempt: bytes, emit: Callable[[Stale], None], *, is_over: bool) -> None:
-        """``end`` an attempt that we were in, and tell what nobody needs any more: its slices and, if it has
-        committed only when the next one ends, for slower members, its means. Not ``is_over``: others may go
-        on with it."""
+        """``end`` an attempt that we were in, and tell what nobody needs any more: its slices. Its means,
+        too, if it has not committed; else slower members need them until the next one ends. Not ``is_over``:
+        others may go on with it."""
         self.end(attempt)
         known = self._commits.get(round_)
         has_committed = known is not None and known[1].key.attempt == attempt
@@ -86,7 +129,7 @@ class History:
         return any(round_ == key.round and attempt != key.attempt for round_, attempt, _ in self._joined)
 
     def is_settled_by(self, outcome: Outcome, me: PeerId) -> bool:
-        """Whether a commit that is replayed leaves open nothing of what we offered: it was doubted when we
+        """Whether a commit that is replayed leaves open nothing of what we offered. It was doubted when we
         heard of it, or all that we offered last is in it. (Earlier offers for its round held no more.)"""
         offered = [offer_id for round_, _, offer_id in self._joined if round_ == outcome.key.round]
         asked = next((member.offer_id for member in outcome.members if member.peer == me), None)
@@ -113,6 +156,15 @@ class History:
     def has_worked(self, peer: PeerId) -> bool:
         """Whether a slice of ``peer`` is in one of the kept commits."""
         return peer in self.workers
+
+    def verdict(self, heard: Result, me: PeerId) -> Decision | Result | None:
+        """How the attempt of ``heard`` ended, for a member that has to ask; None if there is nothing to tell.
+        One that votes hears the others' votes, and asks two of them when it says so again."""
+        known = self.commit(heard.key.round)
+        hears_votes = bool(heard.digest)
+        if known is not None:
+            return known[0] if not hears_votes or (heard.again and me in tellers_of(*known)) else None
+        return None if heard.gave_up or hears_votes else Result(key=heard.key, gave_up=True)
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``."""

@@ -1,32 +1,31 @@
 """The rounds of one peer: every role of every fragment behind five verbs.
 
 A round averages one fragment in one group and ends in a commit or in an abort with a reason. This machine has
-no I/O, no clock, no randomness and no tensors: it is a function of (state, message, ``now``), so the same
-code runs over real carriers and in virtual time (the sans-I/O style of aioquic). ``now`` is any monotonic
-clock in seconds.
+no I/O, no clock, no randomness and no tensors: a function of (state, message, ``now``). So the same code runs
+over real carriers and in virtual time (the sans-I/O style of aioquic). ``now`` is any monotonic clock in
+seconds.
 
     offer -> Asking ---BEGIN---> Member ---a quorum's votes---> Committed | OutcomeWithoutBytes | Aborted
                 | READY             ^                           (or FellBehind)
                 v                   | RESULT, from all to all
             Gathering            the other members
 
-Laws: an offer always ends, by a certificate or by a timer; two honest members that commit a round commit the
-same bytes and contributors (``member`` says why); everything held is bounded (``bounds``); a message that
-breaks the rules raises ``RemoteProtocolError``; a late or doubled one is no offence.
-
-The price: a doubt costs a round. A failed round changes nothing, the gradient carries over, and the update is
-one step stale anyway, so the protocol prefers an abort to a guess.
+Laws: an offer always ends, by a certificate or by a timer. Two honest members that commit a round commit the
+same bytes and contributors (``member`` says why). Everything held is bounded (``bounds``). A message that
+breaks the rules raises ``RemoteProtocolError``; a late or doubled one is no offence. The price: a doubt costs
+a round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 
 from google.protobuf.message import Message
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.protocol.rounds.attempt import check_place, read_key
-from p2p_co2.protocol.rounds.certificate import open_decision
+from p2p_co2.protocol.rounds.certificate import Signer, open_decision
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.events import (
     CheckWanted,
@@ -72,8 +71,9 @@ class Rounds:
             self._swarm, self._outlet, histories,
             joined_until=lambda place: self._fragments[place[0]].joined_until(place[1]),
         )  # fmt: skip
+        signer = Signer(identity, run)
         self._fragments = [
-            FragmentRounds(fragment, identity, run, self._swarm, self._outlet, history, self._coordination)
+            FragmentRounds(fragment, signer, self._swarm, self._outlet, history, self._coordination)
             for fragment, history in enumerate(histories)
         ]
         self._now = 0.0
@@ -127,9 +127,8 @@ class Rounds:
 
     def next_commit(self, fragment: int) -> wire.Outcome | None:
         """The commit that follows the state that we hold, if anybody told us of it."""
-        mine = self._fragments[fragment]
-        known = None if mine.version is None else mine.history.commit(mine.version + 1)
-        return known[1] if known is not None and known[1].state_digest == mine.digest else None
+        known = self._fragments[fragment].history.next_commit()
+        return None if known is None else known[1]
 
     def is_over(self, fragment: int) -> bool:
         """Whether no more rounds of a fragment are made in this run: what is left of it stays uncounted."""
@@ -152,8 +151,8 @@ class Rounds:
         return "" if asking is None else "asking"
 
     def when_begun(self, call: Callable[[], None]) -> None:
-        """Have ``call`` made when a round of ours has begun, so that its members have the one before, and
-        before memory is taken for its mean: what that one took and nobody needs any more may be let go."""
+        """Have ``call`` made when a round of ours has begun, before memory is taken for its mean. Its members
+        have the round before: what nobody needs of that may be let go."""
         for fragment in self._fragments:
             fragment.on_begun = call
 
@@ -169,7 +168,7 @@ class Rounds:
     def is_completing(self, fragment: int) -> bool:
         """Whether the bytes of a fragment's newest commit are on their way: asking donors would bring them
         twice."""
-        return self._fragments[fragment].is_completing()
+        return self._fragments[fragment].completion is not None
 
     def reduced(self, job: ReduceJob, mean: Buffer, now: float) -> None:
         """The encoded mean of a ``ReduceWanted``; ignored if the job is not open any more."""
@@ -244,17 +243,19 @@ class Rounds:
 
     def open_offers(self) -> list[OpenOffer]:
         """Our offers that wait for their end."""
-        offers = ((index, fragment.waiting()) for index, fragment in enumerate(self._fragments))
-        return [OpenOffer(index, *waiting) for index, waiting in offers if waiting is not None]
+        return [
+            OpenOffer(index, fragment.open.offered_at, inf if (at := fragment.get_timer()) is None else at)
+            for index, fragment in enumerate(self._fragments)
+            if fragment.open is not None
+        ]
 
     def held(self) -> dict[str, tuple[int, int]]:
-        """What is held of the kinds that strangers can make grow: (now, at most) by the name of the bound;
-        of the fragment that has least room left."""
-        most = self._coordination.held() | self._swarm.repute.held() | self._fragments[0].held()
-        for fragment in self._fragments[1:]:
-            for name, now in fragment.held().items():
-                if now[0] - now[1] > most[name][0] - most[name][1]:
-                    most[name] = now
+        """What is held of the kinds that strangers can make grow: (now, at most) by the name of the bound. Of
+        the fragment that has least room left."""
+        most = self._coordination.held() | self._swarm.repute.held()
+        for fragment in self._fragments:
+            for name, now in (fragment.history.held() | fragment.early.held()).items():
+                most[name] = max(most.get(name, now), now, key=lambda held: held[0] - held[1])
         return most
 
     def _changed(self) -> None:
@@ -289,9 +290,7 @@ class Rounds:
     def _dispatch(self, message: Message, sender: PeerId, now: float) -> bool:
         match message:
             case wire.Ready():
-                fragment = self._place(message)
-                mine = (fragment.version, fragment.digest)
-                self._coordination.on_ready(message, sender, mine, now)
+                self._coordination.on_ready(message, sender, now)
             case wire.Waiting():
                 self._place(message).on_waiting(message, sender, now)
             case wire.Behind():

@@ -1,84 +1,132 @@
 """A member from BEGIN to the certificate: it exchanges bytes, signs what came of them, and counts votes.
 
-    EXCHANGING --all means here--> SIGNED --quorum--> committed
+    Exchanging --all means here--> Signed --quorum--> committed
          |                           |
-         +---- no quorum can come ---+--> LEAVING --all live members gave up, too--> failed
+         +---- no quorum can come ---+--> Leaving --all live members gave up, too--> failed
 
 There is no leader: each member sends its vote to all, and whoever has a quorum of equal ones has the commit.
-
-Laws, and why two contents of one round are never both committed:
-
-1. a member signs one outcome of an attempt; two quorums of one attempt share a member;
-2. a member that gives up makes no certificate of the attempt any more, though it takes one that it is given;
-3. it is in no other attempt of that round before each live member of this one has given up, too; one that
-   had committed would have answered with the certificate;
-4. two attempts need quorums of the same live peers (``certificate``), so they share a signer.
-
-What breaks this is a view of the swarm in which a member that committed is not live: a cut net. Then digests
-show it, and the smaller side goes over. Price: a member that hangs keeps the others from this round's next
-attempt until it is not live any more, at most for as long as a round may take.
+Laws: a member signs one outcome of an attempt. One that gives up makes no certificate of the attempt any
+more, though it takes one that it is given. It is in no other attempt of that round before each live member of
+this one has given up, too. So two contents of one round are never both committed
+(``docs/design/offers-and-certificates.md``). Price: a member that hangs keeps the others from this round's
+next attempt, at most for as long as a round may take.
 """
 
 from __future__ import annotations
 
-from enum import Enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from p2p_co2.digest import digest
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import LocalProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.ballot import Ballot
-from p2p_co2.protocol.rounds.certificate import DECISION_CONTEXT, TELLERS, outcome_of, signers_of, tellers_of
+from p2p_co2.protocol.rounds.certificate import TELLERS, Signer, outcome_of, signers_of, tellers_of
 from p2p_co2.protocol.rounds.deadline import SAFETY
-from p2p_co2.protocol.rounds.events import Committed, Offer, OutcomeWithoutBytes, Refused
+from p2p_co2.protocol.rounds.events import Committed, MissedSlices, OutcomeWithoutBytes, Refused
 from p2p_co2.protocol.rounds.exchange import Exchange
+from p2p_co2.protocol.rounds.history import missed_in
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
-from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_STRING
-from p2p_co2.wire.messages_pb2 import AskOutcome, Decision, LostPart, Outcome, Result
+from p2p_co2.wire.messages_pb2 import AskOutcome, Decision, LostPart, Missed, Outcome, Result
 
 SPEAK_S = bounds.GRACE_S / 4
 """Once somebody lacks the mean of a lost owner, all that lack or hold it say so within this."""
 
 
-class Phase(Enum):
-    EXCHANGING = "exchanging"
-    SIGNED = "signed"
-    LEAVING = "leaving"
+@dataclass(frozen=True)
+class Exchanging:
+    """Slices and means are on their way."""
+
+
+@dataclass(frozen=True)
+class Signed:
+    """All means are here: what was voted for, or has votes enough."""
+
+    outcome: bytes
+    means_at: float
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """It makes no certificate of this attempt any more, but takes one that it is given."""
+
+    reason: str
+
+
+MemberState = Exchanging | Signed | Leaving
+NEXT: Mapping[type[MemberState], tuple[type[MemberState], ...]] = {
+    Exchanging: (Signed, Leaving), Signed: (Leaving,), Leaving: (),
+}  # fmt: skip
+"""What may follow; in each a certificate may come."""
+
+
+class Utterance:
+    """What a member said last, and when it says it again: after a grace, then after twice as long each time.
+    ``message``: None if it has said nothing yet."""
+
+    def __init__(self, now: float) -> None:
+        self.message: Result | None = None
+        self.again_at = now + bounds.GRACE_S
+        self._pause_s = bounds.GRACE_S
+
+    def said(self, message: Result, now: float) -> None:
+        self.message = message
+        self._pause_s = bounds.GRACE_S
+        self.again_at = now + bounds.GRACE_S
+
+    def hurry(self, now: float) -> None:
+        """Others know more: ask soon."""
+        if self._pause_s > SPEAK_S:
+            self._pause_s = SPEAK_S
+            self.again_at = now + SPEAK_S
+
+    def repeated(self, now: float) -> None:
+        self._pause_s *= 2
+        self.again_at = now + self._pause_s
 
 
 class Member:
     """This peer's part in one attempt. ``failure``: why it is over without a commit; ``certificate``: the
-    commit, once votes have made it; ``means_at``: when all means were here."""
+    commit, once votes have made it."""
 
     def __init__(
-        self, offer: Offer, attempt: Attempt, exchange: Exchange, *,
-        identity: Identity, run: bytes, swarm: Swarm, outlet: Outlet, now: float,
-    ) -> None:  # fmt: skip
-        self.offer = offer
+        self, attempt: Attempt, exchange: Exchange, signer: Signer, swarm: Swarm, outlet: Outlet, now: float
+    ) -> None:
         self.attempt = attempt
         self.exchange = exchange
-        self.phase = Phase.EXCHANGING
+        self.state: MemberState = Exchanging()
         self.failure = ""
-        self.reason = ""
         self.certificate: Decision | None = None
-        self.begun_at = self.means_at = now
-        self._identity = identity
-        self._run = run
+        self.begun_at = now
+        self._signer = signer
         self._swarm = swarm
         self._outlet = outlet
         self._ballot = Ballot(
             attempt, exchange.seals, lambda peer, why: outlet.emit(Refused(peer, "bad signature", why))
         )
         self._trusted = [peer for peer in attempt.shares if not swarm.repute.has_lied(peer)]
-        self._outcome = b""
-        self._told: Result | None = None
+        self._last = Utterance(now)
         self._ends_at = now + attempt.result_within_s + bounds.GRACE_S
-        self._again_at = now + bounds.GRACE_S
-        self._again_s = bounds.GRACE_S
         self._settles_at: float | None = None
-        """When lost parts are given away, after the first was told of."""
-        self._has_settled = False
+        """When lost parts are given away, after the first was told of; in the past once they may be."""
+
+    def _become(self, state: MemberState) -> None:
+        if type(state) not in NEXT[type(self.state)]:
+            raise LocalProtocolError(f"no {type(state).__name__} follows {type(self.state).__name__}")
+        self.state = state
+
+    @property
+    def is_leaving(self) -> bool:
+        return isinstance(self.state, Leaving)
+
+    @property
+    def means_at(self) -> float:
+        """When all means were here."""
+        return self.state.means_at if isinstance(self.state, Signed) else self.begun_at
 
     # ---- what comes
 
@@ -113,16 +161,16 @@ class Member:
 
     def check(self, now: float) -> None:
         """Do what has become possible: vote, commit, hand on lost parts, or give up."""
-        if self.phase is Phase.LEAVING:
+        if isinstance(self.state, Leaving):
             waiting = [
                 peer
                 for peer in self.attempt.shares
                 if peer != self._swarm.me and self._swarm.is_live(peer) and peer not in self._ballot.gave_up
             ]
             if not waiting or now >= self._ends_at:
-                self.failure = self.reason
+                self.failure = self.state.reason
             return
-        if self.phase is Phase.EXCHANGING:
+        if isinstance(self.state, Exchanging):
             if not self.exchange.is_whole:
                 self._tell_lost(now)
             elif self.exchange.findings.is_done:
@@ -130,10 +178,10 @@ class Member:
         if self._settle_lost(now):
             self._tell_lost(now)
         if self._ballot.leading() and self.certificate is None:
-            self.certificate = self._ballot.certificate(self._outcome) if self._outcome else None
-            if self.certificate is None and self._again_s > SPEAK_S:  # others have it: ask soon
-                self._again_s = SPEAK_S
-                self._again_at = now + SPEAK_S
+            if isinstance(self.state, Signed):
+                self.certificate = self._ballot.certificate(self.state.outcome)
+            if self.certificate is None:  # others have it
+                self._last.hurry(now)
         if self.certificate is None and not self._ballot.leading() and not self._may_commit():
             self.leave(self._ballot.why(), now)
 
@@ -143,16 +191,13 @@ class Member:
     def _sign(self, now: float) -> None:
         """Vote, unless the votes that were heard are enough: whoever heard fewer asks. Where our slice is not
         in a mean that should hold it, say so instead: others may outvote us."""
-        self.phase = Phase.SIGNED
-        self.means_at = now
-        parts = [state.outcome for state in self.exchange.parts]
-        self._outcome = outcome_of(self.attempt, self._run, parts)
-        self.certificate = self._ballot.certificate(self._outcome)
+        outcome = outcome_of(self.attempt, self._signer.run, [part.outcome for part in self.exchange.parts])
+        self._become(Signed(outcome, now))
+        self.certificate = self._ballot.certificate(outcome)
         if self.certificate is None and self.exchange.findings.refused:
             self._tell(self._result(now), now)
         elif self.certificate is None:
-            signature = self._identity.sign(DECISION_CONTEXT, self._outcome)
-            self._tell(self._result(now, digest=digest(self._outcome), signature=signature), now)
+            self._tell(self._result(now, digest(outcome), self._signer.vote(outcome)), now)
 
     def _tell_lost(self, now: float) -> None:
         if self.exchange.lost(now) != self._ballot.lost.get(self._swarm.me, frozenset()):
@@ -168,24 +213,22 @@ class Member:
         )  # fmt: skip
 
     def _tell(self, message: Result, now: float) -> None:
-        self._told = message
+        self._last.said(message, now)
         self._hear(message, self._swarm.me)
-        self._again_s = bounds.GRACE_S
-        self._again_at = now + bounds.GRACE_S
         for peer in self.attempt.shares:
             if peer != self._swarm.me:
                 self._outlet.send(peer, message)
 
     def _settle_lost(self, now: float) -> bool:
         if self._settles_at is not None and now >= self._settles_at:
-            self._has_settled = True
+            self._settles_at = -math.inf
         if not any(self._ballot.lost.values()):
             return False
-        if self._told is None and self.exchange.holds_any(self._ballot.lost):
+        if self._last.message is None and self.exchange.holds_any(self._ballot.lost):
             self._tell(self._result(now), now)
         if self._settles_at is None:
             self._settles_at = now + SPEAK_S
-        if not self._has_settled:
+        if self._settles_at != -math.inf:
             return False
         handed_on = self.exchange.settle_lost(self._ballot.lost, self._ballot.gave_up, now)
         within_s = self.attempt.result_within_s
@@ -199,10 +242,9 @@ class Member:
     def leave(self, reason: str, now: float) -> None:
         """Give the attempt up: it is over once all live members have. Where votes differ, each says which
         signed means it holds: so all have them before they begin again."""
-        if self.phase is Phase.LEAVING:
+        if self.is_leaving:
             return
-        self.phase = Phase.LEAVING
-        self.reason = reason[:MAX_STRING]
+        self._become(Leaving(reason[:MAX_STRING]))
         self._ends_at = now + self.attempt.result_within_s + 2 * bounds.GRACE_S
         held = [state.seal for state in self.exchange.parts if state.is_held]
         means = held if self._ballot.is_split else []
@@ -218,16 +260,9 @@ class Member:
             for peer in sorted(self._swarm.live.keys() - self.attempt.shares.keys()):
                 self._outlet.send(peer, decision)
 
-    def check_outcome(self, outcome: Outcome) -> None:
-        """Raise ``RemoteProtocolError`` unless a commit is about the round that began here."""
-        ranges = [(part.start_block, part.stop_block) for part in outcome.parts]
-        is_same = list(outcome.members) == self.attempt.members() and outcome.live == self.attempt.live
-        if not is_same or ranges != list(self.attempt.ranges):
-            raise RemoteProtocolError("wrong group", "a decision that is not about the round that began")
-
     def may_complete(self, outcome: Outcome) -> bool:
-        """Whether all that was committed can still come: what we hold is part of it, and the owners of the
-        rest live and are not known to lie."""
+        """Whether all that was committed can still come: what we hold is part of it. The owners of the rest
+        live, and are not known to lie."""
         owners = self.exchange.owners_of_missing()
         is_open = all(self._swarm.is_live(o) and not self._swarm.repute.has_lied(o) for o in owners)
         return is_open and self._fits(outcome)
@@ -249,10 +284,10 @@ class Member:
 
     def get_timer(self) -> float:
         told = self._ballot.lost.get(self._swarm.me, frozenset())
-        times = [self._ends_at, self._again_at if self._has_to_ask() else None]
-        if self.phase is Phase.EXCHANGING:
+        times = [self._ends_at, self._last.again_at if self._has_to_ask() else None]
+        if isinstance(self.state, Exchanging):
             times.append(self.exchange.get_timer(told))
-        if self.phase is not Phase.LEAVING and self._settles_at is not None and not self._has_settled:
+        if not self.is_leaving and self._settles_at != -math.inf:
             times.append(self._settles_at)
         return min(at for at in times if at is not None)
 
@@ -261,11 +296,12 @@ class Member:
         if now >= self._ends_at:
             self.leave(f"{self._ballot.why()} in time", now)
         self.check(now)
-        if self.certificate is None and not self.failure and self._has_to_ask() and now >= self._again_at:
+        is_open = self.certificate is None and not self.failure
+        if is_open and self._has_to_ask() and now >= self._last.again_at:
             self._repeat(now)
 
     def _has_to_ask(self) -> bool:
-        return self._told is not None or bool(self._ballot.leading())
+        return self._last.message is not None or bool(self._ballot.leading())
 
     def _repeat(self, now: float) -> None:
         """Say again what we said; ask those that must know how it ended."""
@@ -273,17 +309,16 @@ class Member:
         for peer in self.attempt.shares:
             if peer == self._swarm.me or not self._swarm.is_live(peer):
                 continue
-            if self.phase is Phase.LEAVING:
+            if self.is_leaving:
                 if peer not in self._ballot.gave_up:
                     self._outlet.send(peer, AskOutcome(key=self.attempt.key()))
-            elif self._told is not None and not (self._ballot.has_voted(peer) and leading):
-                self._told.again = True
-                self._outlet.send(peer, self._told)
-        if leading and self.phase is not Phase.LEAVING:  # others have committed what we do not hold
+            elif self._last.message is not None and not (self._ballot.has_voted(peer) and leading):
+                self._last.message.again = True
+                self._outlet.send(peer, self._last.message)
+        if leading and not self.is_leaving:  # others have committed what we do not hold
             for peer in self._ballot.voters()[:TELLERS]:
                 self._outlet.send(peer, AskOutcome(key=self.attempt.key()))
-        self._again_s *= 2
-        self._again_at = now + self._again_s
+        self._last.repeated(now)
 
 
 def without_bytes(decision: Decision, outcome: Outcome, swarm: Swarm, ended: bool) -> OutcomeWithoutBytes:
@@ -294,13 +329,27 @@ def without_bytes(decision: Decision, outcome: Outcome, swarm: Swarm, ended: boo
     return OutcomeWithoutBytes(key.fragment, key.round, decision.SerializeToString(), donors, ended)
 
 
+def missed_slices(member: Member, outcome: Outcome, me: PeerId) -> list[MissedSlices]:
+    """In which parts of a commit our slices are not, and why: as its certificate says, whatever we hold."""
+    owners: dict[Missed, list[PeerId | None]] = {}
+    for state, part in zip(member.exchange.parts, outcome.parts, strict=True):
+        reason = missed_in(part, outcome, me)
+        if reason is not None:
+            is_by_owner = not state.is_held or state.outcome.digest == part.digest
+            owners.setdefault(reason, []).append(state.owner if is_by_owner else None)
+    place = outcome.key.fragment, outcome.key.round
+    return [
+        MissedSlices(*place, reason, tuple(sorted({one for one in of_parts if one})), len(of_parts))
+        for reason, of_parts in owners.items()
+    ]
+
+
 class Completion:
-    """A member whose round has committed before all means had come: a slow link is not waited for, but what
+    """A member whose round has committed before all means had come. A slow link is not waited for, but what
     is on its way to it is not thrown away either.
 
-    Law: it waits as long as pieces keep coming and their owners live, at most ``SAFETY``
-    times as long as owners waited for slices, and then says so: the bytes are fetched from donors instead. So
-    an owner that sends its mean a drop at a time keeps nobody from the swarm's next versions.
+    Law: it waits as long as pieces keep coming and their owners live, at most ``SAFETY`` times as long as
+    owners waited for slices. Then it says so, and the bytes are fetched from donors.
     """
 
     def __init__(
@@ -309,7 +358,7 @@ class Completion:
         self.decision = decision
         self.outcome = outcome
         self.has_stalled = not member.may_complete(outcome)
-        self._member = member
+        self.member = member
         self._swarm = swarm
         within_s = member.attempt.parts_within_s
         self._patience_s = max(bounds.GRACE_S, within_s)
@@ -319,8 +368,8 @@ class Completion:
 
     def committed(self, offered_at: float, now: float) -> Committed | None:
         """How the round ended, once all means are here and are what was committed."""
-        member = self._member
-        attempt = self._member.attempt
+        member = self.member
+        attempt = member.attempt
         mean = member.agreed_mean(self.outcome)
         if mean is None:
             return None
@@ -341,7 +390,7 @@ class Completion:
         self.came(now)
 
     def peers_changed(self, now: float) -> None:
-        if any(not self._swarm.is_live(owner) for owner in self._member.exchange.owners_of_missing()):
+        if any(not self._swarm.is_live(owner) for owner in self.member.exchange.owners_of_missing()):
             self._stalls_at = min(self._stalls_at, now + bounds.GRACE_S)
 
     def get_timer(self) -> float:

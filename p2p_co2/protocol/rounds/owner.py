@@ -1,31 +1,38 @@
 """The owner of one part: collects the members' slices, has them averaged, sends the mean to all.
 
-Laws: a slice counts only if it arrived whole, once, from a member; the divisor is the weight of what is in
-the job; the own slice is always there; nothing waits longer than ``due_at``. What is held is at most the
-slices of this part: about one payload where links are equal, and at most ``MAX_OWNED_PAYLOADS`` in all parts
-of one owner, whatever BEGIN says; what finds no room is not counted. One member's slice takes none: until
-the mean is made it lies where that will.
+Laws: a slice counts only if it arrived whole, once, from a member. The divisor is the weight of what is in
+the job. The own slice is always there, and nothing waits longer than ``due_at``. All parts of one owner hold
+at most ``MAX_OWNED_PAYLOADS`` of slices, whatever BEGIN says. One member's slice takes no room: until the
+mean is made it lies where that will.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from statistics import median_low
+from typing import NamedTuple
 
-from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.errors import LocalProtocolError, Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.assembly import Assembly
 from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.deadline import SAFETY, Durations
 from p2p_co2.protocol.rounds.events import Distrusted, ReduceJob, ReduceWanted, Slice
-from p2p_co2.protocol.rounds.repute import LATE
+from p2p_co2.protocol.rounds.repute import LATE_TIMES
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.system.memory import Buffer
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Part
+from p2p_co2.wire.messages_pb2 import HOSTILE, LATE, NO_ROOM, NOT_ASKED, NOT_AWAITED, Missed, Part
 
 SLOW = "not waited for here any more, since its slices come too late, until they are in time again"
 Contributors = tuple[tuple[PeerId, float], ...]
+
+
+class MeanSlices(NamedTuple):
+    """Whose slices are in a mean, with their weights; of the other members, in their order, why not."""
+
+    contributors: Contributors
+    missed: tuple[Missed, ...]
 
 
 class Room:
@@ -45,9 +52,9 @@ class Room:
 
 
 class Arrivals:
-    """What an owner sees of one attempt, over all parts of its own: a peer was in time if all that it was to
-    send was, and the wait was as long as the longest of those in time. One that sends at the last moment,
-    each time, is as late as one that misses it: else it alone would say how long all exchanges take."""
+    """What an owner sees of one attempt, over all parts of its own. A peer was in time if all that it was to
+    send was; the wait was as long as the longest of those in time. Whoever sends at the last moment each time
+    is late, too: else it alone would say how long exchanges take."""
 
     def __init__(self, attempt: Attempt, swarm: Swarm, observed: Durations, parts: Collection[int]) -> None:
         self._attempt = attempt
@@ -81,63 +88,27 @@ class Arrivals:
             self._observed.add(self._longest_s)
 
 
-class PartJob:
-    """One part in one generation, at its owner. Slices are waited for from those whom BEGIN asked to send
-    them. ``place``: where the part's mean goes."""
+class SliceStore:
+    """Slices of one part, each of ``size_bytes``, as they come to its owner. ``whole``: those that are;
+    ``came_at``: when; ``missed``: who found no room, or is hostile. ``place``: where the part's mean goes."""
 
-    def __init__(
-        self, attempt: Attempt, part: int, generation: int, own_slice: memoryview, *,
-        swarm: Swarm, outlet: Outlet, room: Room, arrivals: Arrivals, place: memoryview, now: float,
-    ) -> None:  # fmt: skip
+    def __init__(self, room: Room, size_bytes: int, place: memoryview) -> None:
+        self.whole: dict[PeerId, Buffer] = {}
+        self.came_at: dict[PeerId, float] = {}
+        self.missed: dict[PeerId, Missed] = {}
         self._room = room
+        self._size_bytes = size_bytes
         self._taken_bytes = 0
         self._free_place: memoryview | None = place
-        self.attempt = attempt
-        self.part = part
-        self.generation = generation
-        self.job: ReduceJob | None = None
-        """What the tensor side was asked to average."""
-        self.is_done = False
-        self._swarm = swarm
-        self._outlet = outlet
-        self._arrivals = arrivals
-        self._began_at = now
-        self._whole: dict[PeerId, Buffer] = {swarm.me: own_slice}
-        self._came_s: dict[PeerId, float] = {}
-        """How long after BEGIN a slice of another was whole."""
         self._transfers: dict[PeerId, Assembly] = {}
 
-    @property
-    def _due_at(self) -> float:
-        return self._began_at + self.attempt.parts_within_s
-
-    @property
-    def _size_bytes(self) -> int:
-        """Of one slice, and of the mean."""
-        start, stop = self.attempt.ranges[self.part]
-        return (stop - start) * self._swarm.shape.block_bytes
-
-    def get_timer(self) -> float | None:
-        return None if self.job is not None or self.is_done else self._due_at
-
     def add(self, message: Part, sender: PeerId, now: float) -> bool:
-        """Take a piece of a member's slice; False if it came for nothing. Raises ``RemoteProtocolError``."""
-        if sender not in self.attempt.shares or sender == self._swarm.me:
-            raise RemoteProtocolError("not a member", "PART")
-        if sender not in self.attempt.senders[self.part]:
-            return False  # more than it was asked for
-        if self.job is not None or self.is_done:
-            if message.offset + len(message.data) == message.total and self._is_fair(now):
-                self._arrivals.came(sender, self.part)  # it was not waited for, but would have been in time
-            return False  # too late for this round; the sender did nothing wrong
+        """Take a piece; False if it came for nothing. Raises ``RemoteProtocolError``."""
         transfer = self._transfers.get(sender) or self._begun(sender)
-        if transfer is None:
-            return False
-        is_new = transfer.add(message.offset, message.total, message.data)
-        if is_new and transfer.whole is not None:
-            self._whole[sender] = transfer.whole
-            self._came_s[sender] = now - self._began_at
-            self.check(now)
+        is_new = transfer is not None and transfer.add(message.offset, message.total, message.data)
+        if is_new and transfer is not None and transfer.whole is not None:
+            self.whole[sender] = transfer.whole
+            self.came_at[sender] = now
         return is_new
 
     def _begun(self, sender: PeerId) -> Assembly | None:
@@ -147,63 +118,119 @@ class PartJob:
         self._free_place = None
         if place is None:
             if not self._room.take(self._size_bytes):
+                self.missed[sender] = NO_ROOM
                 return None
             self._taken_bytes += self._size_bytes
+        self.missed.pop(sender, None)
         self._transfers[sender] = Assembly(self._size_bytes, place)
         return self._transfers[sender]
+
+    def refuse(self, peer: PeerId) -> None:
+        """A slice is hostile."""
+        if self.whole.pop(peer, None) is None:
+            raise LocalProtocolError(f"no slice of {peer} in this job")
+        self.missed[peer] = HOSTILE
+
+    def close(self) -> None:
+        """Slices that are not whole are waited for no longer."""
+        self._transfers.clear()
+
+    def let_go(self) -> None:
+        """Nothing more is held."""
+        self._room.give_back(self._taken_bytes)
+        self._taken_bytes = 0
+        self.whole.clear()
+
+
+class PartJob:
+    """One part in one generation, at its owner. Slices are waited for from those whom BEGIN asked to send
+    them. ``job``: what the tensor side was asked to average; ``place``: where the part's mean goes."""
+
+    def __init__(
+        self, attempt: Attempt, part: int, generation: int, own_slice: memoryview, *,
+        swarm: Swarm, outlet: Outlet, room: Room, arrivals: Arrivals, place: memoryview, now: float,
+    ) -> None:  # fmt: skip
+        self.attempt = attempt
+        self.part = part
+        self.generation = generation
+        self.job: ReduceJob | None = None
+        self.is_done = False
+        self._swarm = swarm
+        self._outlet = outlet
+        self._arrivals = arrivals
+        self._began_at = now
+        self._slices = SliceStore(room, len(place), place)
+        self._slices.whole[swarm.me] = own_slice
+
+    @property
+    def _due_at(self) -> float:
+        return self._began_at + self.attempt.parts_within_s
+
+    def get_timer(self) -> float | None:
+        return None if self.job is not None or self.is_done else self._due_at
+
+    def add(self, message: Part, sender: PeerId, now: float) -> bool:
+        """Take a piece of a member's slice; False if it came for nothing. Raises ``RemoteProtocolError``."""
+        if sender not in self.attempt.shares or sender == self._swarm.me:
+            raise RemoteProtocolError(Offence.NOT_A_MEMBER, "PART")
+        if sender not in self.attempt.senders[self.part]:
+            return False  # more than it was asked for
+        if self.job is not None or self.is_done:
+            if message.offset + len(message.data) == message.total and self._is_fair(now):
+                self._arrivals.came(sender, self.part)  # it was not waited for, but would have been in time
+            return False  # too late for this round; the sender did nothing wrong
+        is_new = self._slices.add(message, sender, now)
+        if is_new and sender in self._slices.whole:
+            self.check(now)
+        return is_new
 
     def check(self, now: float) -> None:
         """Ask for the average once the slice of everybody who is waited for is there, or the time is up."""
         if self.job is not None or self.is_done:
             return
+        slices = self._slices
         habit = self._swarm.slices
-        absent = [peer for peer in self.attempt.senders[self.part] if peer not in self._whole]
+        absent = [peer for peer in self.attempt.senders[self.part] if peer not in slices.whole]
         missing = [peer for peer in absent if self._swarm.is_live(peer) and habit.is_awaited(peer)]
         if missing and now < self._due_at:
             return
-        late = {peer for peer, came_s in self._came_s.items() if not self._is_fair(self._began_at + came_s)}
-        for peer in self._whole.keys() - late:
+        slices.missed = dict.fromkeys(missing, LATE) | slices.missed
+        late = {peer for peer, came_at in slices.came_at.items() if not self._is_fair(came_at)}
+        for peer in slices.whole.keys() - late:
             self._arrivals.came(peer, self.part)
         for peer in sorted(late.union(missing)):
             self._arrivals.missed(peer)
         # A slice that missed the deadline took longer than we know: count twice the wait so that it can grow.
-        in_time_s = max((at_s for peer, at_s in self._came_s.items() if peer not in late), default=0.0)
-        waited_s = 2 * self.attempt.parts_within_s if missing else in_time_s
-        self._arrivals.closed(self.part, waited_s)
-        self._transfers.clear()
+        in_time = [came_at for peer, came_at in slices.came_at.items() if peer not in late]
+        in_time_s = max(in_time, default=self._began_at) - self._began_at
+        slices.close()
+        self._arrivals.closed(self.part, 2 * self.attempt.parts_within_s if missing else in_time_s)
         self._ask()
 
     def _is_fair(self, at: float) -> bool:
-        """Whether a slice that is whole then is in time for its own sake: within what links were planned to
-        take, or a few times what the middle one of the others took, or what costs nobody anything."""
-        usual_s = LATE * median_low(self._came_s.values() or [0.0])
+        """Whether a slice that is whole then is in time for its own sake. That is within what links were
+        planned to take, or twice what the middle one of the others took, or what costs nobody anything."""
+        came_at = median_low(self._slices.came_at.values() or [self._began_at])
+        usual_s = LATE_TIMES * (came_at - self._began_at)
         cheap_s = max(bounds.CHEAP_S, bounds.CHEAP_SHARE * self._swarm.shape.round_s)
-        fair_s = max(usual_s, cheap_s, LATE * self.attempt.parts_within_s / SAFETY)
+        fair_s = max(usual_s, cheap_s, LATE_TIMES * self.attempt.parts_within_s / SAFETY)
         return at < self._due_at and at - self._began_at <= fair_s
 
     def _ask(self) -> None:
         weights = self.attempt.weights
-        slices = tuple(Slice(peer, weights[peer], self._whole[peer]) for peer in sorted(self._whole))
+        whole = self._slices.whole
+        slices = tuple(Slice(peer, weights[peer], whole[peer]) for peer in sorted(whole))
         if not slices:
             self.is_done = True  # all were hostile, ours too: the part is lost and the members will say so
             return
-        start, stop = self.attempt.ranges[self.part]
         self.job = ReduceJob(
-            self.attempt.id,
-            self.attempt.fragment,
-            self.attempt.round,
-            self.part,
-            self.generation,
-            start,
-            stop,
-            slices,
-        )
+            self.attempt.id, self.attempt.fragment, self.attempt.round, self.part, self.generation,
+            *self.attempt.ranges[self.part], slices,
+        )  # fmt: skip
         self._outlet.emit(ReduceWanted(self.job))
 
     def give_up(self) -> None:
-        """Nothing more is held for this part."""
-        self._room.give_back(self._taken_bytes)
-        self._taken_bytes = 0
+        self._slices.let_go()
 
     def is_answered_by(self, job: ReduceJob) -> bool:
         """Whether ``job`` is the one that is open now; a job that was re-issued is not."""
@@ -216,19 +243,24 @@ class PartJob:
 
     def refuse(self, peer: PeerId) -> None:
         """Drop a hostile slice and ask again without it."""
-        if self._whole.pop(peer, None) is None:
-            raise LocalProtocolError(f"no slice of {peer} in this job")
+        self._slices.refuse(peer)
         self._ask()
 
-    def reduced(self, job: ReduceJob, mean: Buffer, place: memoryview) -> Contributors:
-        """Put the encoded mean to its ``place``; returns the contributors."""
-        if len(mean) != self._size_bytes:
-            raise LocalProtocolError(
-                f"the mean of part {self.part} has {len(mean)} bytes, not {self._size_bytes}"
-            )
+    def _why_missed(self, peer: PeerId) -> Missed:
+        return (
+            self._slices.missed.get(peer, NOT_AWAITED)
+            if peer in self.attempt.senders[self.part]
+            else NOT_ASKED
+        )
+
+    def reduced(self, job: ReduceJob, mean: Buffer, place: memoryview) -> MeanSlices:
+        """Put the encoded mean to its ``place``; returns whose slices are in it."""
+        if len(mean) != len(place):
+            raise LocalProtocolError(f"the mean of part {self.part} has {len(mean)} bytes, not {len(place)}")
         place[:] = mean
         self.is_done = True
-        self._whole.clear()
-        self.give_up()
         self.job = None
-        return tuple((piece.peer, piece.weight) for piece in job.slices)
+        self.give_up()
+        contributors = {piece.peer: piece.weight for piece in job.slices}
+        missed = (self._why_missed(peer) for peer in self.attempt.shares if peer not in contributors)
+        return MeanSlices(tuple(contributors.items()), tuple(missed))

@@ -1,27 +1,15 @@
 """How a round's work is divided: which member averages which blocks, and who sends its slices for them.
 
-With M members and a payload of one, an owner of the share p uploads its slices (1 - p) and its mean to all
-others (M - 1) p, and downloads as much, so at a rate of r payloads per second it needs (1 + (M - 2) p) / r
-seconds. The shortest round fills the rates like vessels: p = (r T - 1) / (M - 2) for those with r T > 1, at
-most ``MOST_OWNED`` / M, nothing for the slower ones, T such that the shares add up to one (hivemind's load
-balancing solves the same as a linear programme). What a slower member cannot avoid is its own payload: one
-that could not send it in ``PATIENCE`` times that time, or in a time that is cheap, is asked for a part of it
-only, another part each round. So a link ten times slower brings a tenth of its work to each round and holds
-nobody up.
+The shortest round fills the members' lines like vessels; slower ones average nothing. A member whose own
+payload would take too long is asked for a part of it, another part each round. An owner's share is cut into
+several parts, each averaged and sent back as soon as its slices are there.
+``docs/design/offers-and-certificates.md`` has the formula.
 
-An owner's share is cut into several parts where it is large enough, and each is averaged and sent back as
-soon as its slices are there: means travel while later slices do, so no link stands idle between the two.
-
-Laws: the parts are the whole, every block is in exactly one part, in order; every owner sends all its slices;
-nobody owns more than ``MOST_OWNED`` equal shares, to a block, whatever line it claims (``check_owned``);
-over the rounds a slow member's parts go through the whole fragment, evenly but at random. Unknown rates count
-as the mean of the known ones, and a boast as ``FASTEST_SHARE`` times the median, at most as
-``FASTEST_BYTES_PER_S``. What one member says of its
-link can make the others wait for a link of that kind, and no longer.
-
-Price: more parts make votes longer and messages more; ``PIPELINED_PARTS`` and ``MAX_MEMBERS`` bound that, and
-nobody's claim to be slow makes parts smaller than ``FINEST_BYTES``, whose messages would cost the others more
-than their bytes. What is too little for such a part is brought now and then, as one.
+Laws: the parts are the whole, every block is in exactly one part, in order. Every owner sends all its slices.
+Nobody owns more than ``MOST_OWNED`` equal shares, to a block, whatever line it claims (``check_owned``). Over
+the rounds a slow member's parts go through the whole fragment, evenly but at random. Unknown rates count as
+the mean of the known ones, a boast as ``FASTEST_SHARE`` times the median, at most as ``FASTEST_BYTES_PER_S``.
+One member's word of its link makes the others wait for such a link at most.
 """
 
 from __future__ import annotations
@@ -34,7 +22,7 @@ from itertools import pairwise
 from statistics import median, median_low
 from typing import NamedTuple
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS, MAX_PIECE_BYTES
@@ -44,20 +32,21 @@ MOST_OWNED = 2.0
 So no owner holds more than twice a payload of slices, either."""
 FASTEST_SHARE = 16.0
 FASTEST_BYTES_PER_S = 25e6
-"""Faster lines count as this. What is measured of them says how much the kernel's buffers took at once and
-how busy the processors were: on one machine 30 MB/s and 3 GB/s were measured of four equal peers."""
+"""Faster lines count as this. Beyond it a measurement says how busy the processors were: of four equal peers
+on one machine 30 MB/s and 3 GB/s were measured."""
 ALIKE = 1.25
 """Rates that differ from the median by less than this count as it: so far apart are measurements of equal
-links, and shares differ twice as much as the rates that they follow."""
+links."""
 PATIENCE = 1.5
 """A round may take this many times as long as the fast members alone would need."""
 PIPELINED_PARTS = 32
 """Parts of a round, all owners' together: a group of 32 or more has one for each owner."""
-PIPELINED_BYTES, PIPELINED_S = 64 << 10, 0.008
-"""A share is not cut for the pipeline into parts smaller than this, nor, up to the largest message, than most
-lines carry in this time: on a fast line a message costs more than to wait for so long."""
+PIPELINED_BYTES = 64 << 10
+"""A share is not cut for the pipeline into parts smaller than this."""
+PIPELINED_S = 0.008
+"""Nor into parts that most lines carry in less time, up to the largest message: a message costs as much."""
 FINEST_BYTES = 16 << 10
-"""Nor for a slow member into parts smaller than this."""
+"""A share is not cut for a slow member into parts smaller than this."""
 _NEARLY = 0.1
 """Shares are whole blocks: one that is this much of a part short of another part gets it."""
 
@@ -175,17 +164,16 @@ def check_owned(ranges: Sequence[BlockRange], owners: Sequence[PeerId], members:
         owned[owner] = owned.get(owner, 0) + stop - start
     if max(owned.values()) > MOST_OWNED * ranges[-1].stop / members + 1:
         raise RemoteProtocolError(
-            "wrong owner", f"one owns {max(owned.values())} of {ranges[-1].stop} blocks"
+            Offence.WRONG_OWNER, f"one owns {max(owned.values())} of {ranges[-1].stop} blocks"
         )
 
 
 def _credible(
     uploads_bytes_per_s: Sequence[float], own: float = 0.0, assumed: float = ASSUMED_UPLOAD_BYTES_PER_S
 ) -> list[float]:
-    """Rates above 0: boasts cut down, unknown ones like the mean of the others, those near the median as
-    it. The median that a boast is measured by counts unknown rates as home links: where one peer alone names
-    a rate, its word sets none. Of two the slower one alone would set it: there nobody boasts with what who
-    divides has measured of its ``own`` line, or it would wait for lines as slow as the other likes."""
+    """Rates above 0: boasts cut down, unknown ones like the mean of the others, those near the median as it.
+    The median that a boast is measured by counts unknown rates as home links: one peer's word alone sets
+    none. Of two nobody boasts with what who divides has measured of its ``own`` line."""
     rates = [min(max(rate, 1.0), FASTEST_BYTES_PER_S) if rate > 0 else 0.0 for rate in uploads_bytes_per_s]
     middle = median_low([rate or assumed for rate in rates])
     ceiling = max(FASTEST_SHARE * middle, own if len(rates) == 2 else 0.0)
@@ -261,8 +249,8 @@ def _cut(
     block_bytes: int,
     pipelined_bytes: float,
 ) -> tuple[tuple[BlockRange, ...], tuple[PeerId, ...]]:
-    """Ranges and their owners, in blocks: no part larger than ``finest`` where ``MAX_MEMBERS`` and
-    ``FINEST_BYTES`` allow it, and a share in as many parts of ``pipelined_bytes`` as there are."""
+    """Ranges and their owners, in blocks. No part is larger than ``finest`` where ``MAX_MEMBERS`` and
+    ``FINEST_BYTES`` allow it; a share has as many parts of ``pipelined_bytes`` as there are."""
     whole = [
         (owner, part)
         for owner, part in zip(members, _edges(blocks, shares), strict=True)
@@ -287,8 +275,8 @@ def _cut(
 def _asked(
     peer: PeerId, ranges: Sequence[BlockRange], budget_blocks: float, place: tuple[int, int]
 ) -> set[int]:
-    """The parts that a slow member sends its slices for: as many as fit, from a place that is another each
-    round; if not even one fits, one now and then."""
+    """The parts that a slow member sends its slices for: as many as fit, from another place each round. If
+    not even one fits, one now and then."""
     fragment, round_ = place
     digest = hashlib.sha256(f"{peer}/{fragment}/{round_}".encode()).digest()
     first = int.from_bytes(digest[:8]) % len(ranges)

@@ -1,6 +1,6 @@
 """Who comes first in a round: rendezvous hashing (Thaler and Ravishankar 1998).
 
-Law: two peers with the same peers in view choose the same order, with no server and no election; the load
+Law: two peers with the same peers in view choose the same order, with no server and no election. The load
 spreads because fragment and round are in the hash.
 """
 

@@ -14,13 +14,17 @@ from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
 
 FIRST_S = 60.0
+"""How long a coordinator is passed over at first."""
 LONGEST_S = 3600.0
-LATE = 2.0
+"""The same at the most."""
+LATE_TIMES = 2.0
 """Times as long as the middle one of the owners: links differ, and slices reach one owner sooner."""
 AVERAGING = -1
 """In place of a fragment: that it averages."""
-HARDEST, LEAST = 1 / 4, 1 / 64
-"""What one round, and all rounds, may leave of an owner's claim."""
+HARDEST = 1 / 4
+"""What one round may leave of an owner's claim."""
+LEAST = 1 / 64
+"""What all rounds may leave of it."""
 FORGIVING = 1.1
 """For each round without being late."""
 
@@ -29,8 +33,8 @@ class Repute:
     """Coordinators whose rounds came to nothing: they are asked last for a while.
 
     A coordinator can only fail to form a group; what is committed is proved by its members. So one number for
-    each peer is enough: after the second time in a row it is passed over for ``FIRST_S``, then twice as long
-    each time, until a round of its own is committed. Each fragment counts for itself: a liar about one may
+    each peer is enough. After the second time in a row it is passed over for ``FIRST_S``. That doubles each
+    time, until a round of its own is committed. Each fragment counts for itself: a liar about one may
     serve the others well. Price: an honest coordinator with a bad line is passed over, too.
     """
 
@@ -82,13 +86,12 @@ class Repute:
 class Lateness:
     """What is believed of each peer's claim to be a fast owner, from 1 (all of it) down to ``LEAST``.
 
-    A round is divided so that all owners are done at about the same time (``parts``). An owner whose last
-    mean comes much later than the others' has a slower link than it claims, or works against the round. So
-    every member measures each owner from BEGIN to its last mean, and when it coordinates it gives a late one
-    a smaller share. Laws: only shares of the averaging follow from this, never whose slices count. Time is
-    compared with the other owners' of the same round, so a slow swarm blames nobody; only where there is no
-    other owner, with the deadline for slices. Price: a late owner is tried again in the end, since links get
-    better, and costs a late round then, one in about fifteen.
+    A round is divided so that all owners are done at about the same time (``parts``). Every member measures
+    each owner from BEGIN to its last mean, and when it coordinates it gives a late one a smaller share. Laws:
+    only shares of the averaging follow from this, never whose slices count. Time is compared with the other
+    owners' of the same round, so a slow swarm blames nobody. Where there is no other owner, the deadline for
+    slices is the measure. Price: a late owner is tried again in the end, and costs a late round then, one in
+    about fifteen.
     """
 
     def __init__(self) -> None:
@@ -103,7 +106,7 @@ class Lateness:
         mean; what has not come counts up to now. ``parts_within_s``: as in BEGIN."""
         self._forgive()
         fair_s = median_low(took_s.values()) if len(took_s) > 1 else parts_within_s
-        late_s = LATE * fair_s if len(took_s) > 1 else fair_s
+        late_s = LATE_TIMES * fair_s if len(took_s) > 1 else fair_s
         for peer, owner_s in took_s.items():
             if owner_s > late_s and owner_s - fair_s > bounds.CHEAP_S:
                 share = max(HARDEST, fair_s / owner_s)

@@ -1,9 +1,7 @@
 """What a round sees of the swarm: who is live, how fast they are, in which order they coordinate.
 
-Law: two peers with the same live set choose the same coordinator and the same successors (rendezvous hashing,
-Thaler and Ravishankar 1998), with no server and no election; the load spreads over peers because fragment and
-round are in the hash. This peer is always live in its own eyes, and
-training unless it is told otherwise.
+Law: two peers with the same live set choose the same coordinator and the same successors (``rank``). This
+peer is always live in its own eyes, and training unless it is told otherwise.
 """
 
 from __future__ import annotations
@@ -50,8 +48,10 @@ class Swarm:
         self._is_ending = False
         """Whether anybody is done with a fragment."""
         self.my_versions: dict[int, int] = {}
-        self.readies, self.slices = Punctuality(), Punctuality()
-        """Who is in time with what."""
+        self.readies = Punctuality()
+        """Who is in time with READY."""
+        self.slices = Punctuality()
+        """Who is in time with slices."""
         self.lateness = Lateness()
         """Of owners."""
         self.repute = Repute()
@@ -116,14 +116,14 @@ class Swarm:
             self.failed(coordinator, fragment, why, now)
 
     def farthest_version(self, fragment: int) -> int:
-        """The highest version that one peer's word can send us after: a little more than at least half of
-        those who vote have reached as far as we hear."""
+        """The highest version that one peer's word can send us after: a little more than half of the voters
+        have reached."""
         versions = sorted((self.version_of(one, fragment) or 0 for one in self.voters.all()), reverse=True)
         return (versions[(len(versions) - 1) // 2] if versions else 0) + AHEAD_AT_MOST
 
     def done_with(self, fragment: int) -> list[PeerId]:
-        """Who has nothing more to offer for ``fragment`` in this run, where that keeps the last one, of three
-        or more, from a round alone: others that still train make their rounds."""
+        """Who has nothing more to offer for ``fragment`` in this run, where one is left. It keeps the last
+        one, of three or more, from a round alone."""
         if not self._is_ending:
             return []
         done = [p for p, view in self.live.items() if fragment in view.finished and p in self.voters]

@@ -1,9 +1,9 @@
 """Whose word of the swarm counts: identities are free, so a heartbeat alone is no vote.
 
-Law: voters are the live training peers whose slices are in the last commits that this peer knows of. As long
-as it does not know all of these, those count too that say so of themselves; without any, as a run begins, all
-that train. A newcomer is waited for, and may be taken into a group once it is ready (``gathering``).
-Price: one that was away for eight commits of each fragment begins anew, and so do all that were started anew.
+Law: voters are the live training peers whose slices are in the last commits that this peer knows of. Before
+it knows all of these, those count too that say so of themselves. Without any, as a run begins, all that train
+do. A newcomer is waited for, and may be taken into a group once it is ready (``gathering``). Price: one that
+was away for eight commits of each fragment begins anew, and so do all that were started anew.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Law: canonical. Equal states have equal bytes on every machine, and bytes that a
 that were written. So the digest of a state is that of its bytes, chunk by chunk, and a newcomer checks a
 download before it looks inside.
 
-Layout, little-endian: magic and format (8 bytes), version, numel (u64), mean_square (f64), count of moved
-norms (u64), 4 moved norms (f64, unused ones 0), params, momentum (f32 [numel] each).
+Layout, little-endian: magic and format (8 bytes), version, numel (u64), mean_square (f64). Then the count of
+moved norms (u64), 4 moved norms (f64, unused ones 0). Then params, momentum (f32 [numel] each).
 """
 
 from __future__ import annotations

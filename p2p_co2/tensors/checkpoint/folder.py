@@ -1,48 +1,39 @@
 """A peer's checkpoints: what is in one, and a folder that keeps the newest two.
 
-What is agreed, the own optimizer and the buffers: no live parameters, since a resumed peer goes on from the
+What is agreed, the own optimizer and the buffers. No live parameters, since a resumed peer goes on from the
 agreed ones, and no frozen ones.
 
-Laws: a checkpoint is whole or it is not there; while a new one is being written the previous one stays; a
-damaged newest one falls back to the previous, with the reason kept. A file of an abandoned future (the peer
-went back to an earlier checkpoint, or began anew in the same folder) is set aside under another name, the
-newest of them, until the peer has come as far again.
+Laws: a checkpoint is whole or it is not there, and the previous one stays while it is written. A damaged
+newest one falls back to the previous, with the reason kept. Where a peer went back or began anew, the newest
+of the abandoned future is set aside under another name. It goes when the peer has come as far again.
 
-Price: two checkpoints on disk (a third while one is written, one more that is set aside), each about the fp32
-parameters twice (agreed, outer momentum) and the inner optimizer. A resumed peer has lost what it learned
-since its last offers, less than a round's work.
+Price: two checkpoints on disk, a third while one is written, perhaps one that is set aside. Each holds the
+fp32 parameters twice (agreed, outer momentum) and the inner optimizer. A resumed peer has lost what it
+learned since its last offers, less than a round's work.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
-from p2p_co2.tensors.checkpoint import tensorfile, tree
+from p2p_co2.tensors.checkpoint import parts, tree
 from p2p_co2.tensors.checkpoint.agreed import header_bytes, state_from_header
 from p2p_co2.tensors.outer import OuterState
 
-_FORMAT = "p2p-co2 checkpoint 2"
+_FORMAT = "p2p-co2 checkpoint 3"
 _KEPT = 2
 _SET_ASIDE = ".set-aside"
-_PIECE = 1 << 18
-"""Values that are read at once of what is not a tensor."""
-
-
-class Values(Protocol):
-    """fp32 [n], read by slices: a tensor, or what makes one piece after the other."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, at: slice, /) -> Tensor: ...
+_OTHER_VERSION = "not a checkpoint of this version; p2p-co2 of its time goes on from it"
 
 
 class Owned(NamedTuple):
@@ -72,7 +63,7 @@ class Checkpoint:
     ``past``: digests of the agreed state's earlier versions, per fragment. ``stage``: the one whose model
     this is, in a run with stages; None for the whole model. Names are plain: without wrappers' prefixes.
 
-    Set by ``load``: ``path``, the file, and ``passed_over``, newer ones that were damaged, and how.
+    Set by ``load``: ``path``, its folder, and ``passed_over``, newer ones that were damaged, and how.
 
     To sample or evaluate: rebuild the module with the recipe of ``run``, plan its fragments, compare
     ``plan_digest``, and load ``states[i].params`` as fragment i. Tensors are held, not copied.
@@ -88,7 +79,7 @@ class Checkpoint:
     tokens: int
     inner: InnerOptimizer = InnerOptimizer("", ())
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    residuals: Mapping[int, Values] = field(default_factory=dict)
+    residuals: Mapping[int, parts.Values] = field(default_factory=dict)
     past: Sequence[Mapping[int, bytes]] = ()
     stage: int | None = None
     path: Path = Path()
@@ -106,7 +97,7 @@ class Checkpoint:
 
 
 class Saving:
-    """A checkpoint on its way into ``folder``: its ``parts`` come by ``put``, the agreed states by
+    """A checkpoint on its way into ``folder``: its ``changing_parts`` come by ``put``, the agreed states by
     ``put_agreed``, then ``finish`` makes it whole; ``give_up`` otherwise. One thread at a time. ``said``: of
     ``checkpoint.optimizer``.
 
@@ -114,12 +105,11 @@ class Saving:
     stay), ``ConfigError`` for a buffer that cannot be saved.
     """
 
-    def __init__(self, folder: Path, checkpoint: Checkpoint, said: tree.Said) -> None:
+    def __init__(self, folder: Path, checkpoint: Checkpoint, said: tree.SavedTree) -> None:
         self._folder = folder
-        self._path = folder / f"state-{checkpoint.inner_steps:012d}.safetensors"
+        self._path = _new_path(folder, checkpoint.inner_steps)
         self._states = dict(enumerate(checkpoint.states))
-        self._residuals = {f"residual.{index}": values for index, values in checkpoint.residuals.items()}
-        changing = {name: value for part in parts(checkpoint, said) for name, value in part.items()}
+        self._residuals = dict(checkpoint.residuals)
         metadata = {
             "format": _FORMAT,
             "run": checkpoint.run_config_json,
@@ -135,36 +125,21 @@ class Saving:
         }
         if checkpoint.stage is not None:
             metadata["stage"] = str(checkpoint.stage)
-        shapes = {
-            name: torch.empty(len(values), dtype=torch.float32, device="meta")
-            for name, values in self._residuals.items()
-        }
-        agreed = {
-            f"agreed.{index}.{what}": values
-            for index, state in self._states.items()
-            for what, values in (("params", state.params), ("momentum", state.momentum))
-        }
-        self._writing = tensorfile.Writing(self._path, agreed | shapes | changing, metadata)
-
-    def put(self, part: Mapping[str, Tensor]) -> None:
-        """Write the values of one of the ``parts``, as they are now."""
-        for name, values in part.items():
-            self._writing.put(name, values)
+        self._writing = parts.Writing(self._path, metadata)
+        self.put = self._writing.put
+        """Write the values of some of the ``changing_parts``, as they are now."""
 
     def put_agreed(self, is_read: Callable[[int, int], None] = lambda fragment, version: None) -> None:
         """Write the agreed states and the residuals, and let them go; ``is_read`` hears which was written."""
         for index in list(self._states):
             state = self._states.pop(index)
-            self._writing.put(f"agreed.{index}.params", state.params)
-            self._writing.put(f"agreed.{index}.momentum", state.momentum)
+            self.put({f"agreed.{index}.params": state.params, f"agreed.{index}.momentum": state.momentum})
             is_read(index, state.version)
-        for name in list(self._residuals):
-            values = self._residuals.pop(name)
-            for start in range(0, len(values), _PIECE):
-                self._writing.put_piece(name, start, values[start : start + _PIECE])
+        for index in list(self._residuals):
+            self._writing.put_values(f"residual.{index}", self._residuals.pop(index))
 
     def finish(self) -> Path:
-        """Write the rest; returns the file. Then the newest two are kept."""
+        """Write the rest; returns its folder. Then the newest two are kept."""
         self.put_agreed()
         self._writing.finish()
         _prune(self._folder, self._path)
@@ -177,19 +152,18 @@ class Saving:
         self._writing.give_up()
 
 
-def parts(checkpoint: Checkpoint, said: tree.Said) -> list[Mapping[str, Tensor]]:
-    """What changes with training, by its name in the file: what stands in one part belongs together."""
+def changing_parts(checkpoint: Checkpoint, said: tree.SavedTree) -> list[Mapping[str, Tensor]]:
+    """What changes with training, by its name there: what stands in one part belongs together."""
     buffers = [{f"buffer.{name}": values} for name, values in checkpoint.buffers.items()]
     return [*buffers, *said.tensors]
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write ``checkpoint`` into ``folder`` and keep the newest two; returns the file. Raises as ``Saving``,
+    """Write ``checkpoint`` into ``folder`` and keep the newest two; returns where. Raises as ``Saving``,
     in one go."""
     said = tree.say(checkpoint.optimizer)
     saving = Saving(folder, checkpoint, said)
-    for part in parts(checkpoint, said):
-        saving.put(part)
+    saving.put({name: values for part in changing_parts(checkpoint, said) for name, values in part.items()})
     return saving.finish()
 
 
@@ -218,15 +192,16 @@ def load(folder: Path) -> Checkpoint:
 
 
 def load_agreed(folder: Path) -> Checkpoint:
-    """The agreed state and the buffers alone, of the newest whole checkpoint in ``folder`` or of the one file
-    that ``folder`` names: no more than they takes memory. Raises as ``load``."""
+    """As ``load``, the agreed state and the buffers alone. ``folder`` may be one checkpoint itself."""
     return _newest(folder, lambda name: name.startswith(("agreed.", "buffer.")))
 
 
 def _read(path: Path, wanted: Callable[[str], bool], passed_over: tuple[str, ...]) -> Checkpoint:
-    tensors, metadata = tensorfile.read(path, wanted)
+    if path.is_file():
+        raise parts.Damaged(_OTHER_VERSION)
+    tensors, metadata = parts.read(path, wanted)
     if metadata.get("format") != _FORMAT:
-        raise tensorfile.Damaged("not a checkpoint of this version; p2p-co2 of its time goes on from it")
+        raise parts.Damaged(_OTHER_VERSION)
     headers = [bytes.fromhex(header) for header in json.loads(metadata["states"])]
     optimizer = _of(tensors, "optimizer.")
     return Checkpoint(
@@ -285,7 +260,7 @@ def _newest(folder: Path, wanted: Callable[[str], bool], otherwise: str = "") ->
         except EnvironmentFault as error:  # a bad sector need not have hit the one before it, too
             refused = refused or error
             passed_over.append(f"{path.name}: {error}")
-        except tensorfile.Damaged as error:
+        except parts.Damaged as error:
             passed_over.append(f"{path.name}: {error}")
         except (RemoteProtocolError, ValueError, KeyError, IndexError, TypeError) as error:
             # The digest was right, so somebody wrote this; it is not ours to read all the same.
@@ -300,21 +275,27 @@ def _newest(folder: Path, wanted: Callable[[str], bool], otherwise: str = "") ->
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
-    """Newest first."""
-    if folder.is_file():
-        yield folder
-        return
+    """Newest first. A file is what an earlier version wrote."""
     try:
-        yield from sorted(folder.glob("state-*.safetensors"), reverse=True)
+        is_one = folder.is_file() or (folder / parts.MANIFEST).exists()
+        found = [path for path in folder.glob("state-*") if path.suffix != _SET_ASIDE]
     except OSError as error:
         raise EnvironmentFault(f"cannot read {folder}: {error.strerror}; check its permissions") from error
+    yield from [folder] if is_one else sorted(found, reverse=True)
+
+
+def _new_path(folder: Path, inner_steps: int) -> Path:
+    """Where nothing was written yet: two of one step are told apart by a further number."""
+    name = f"state-{inner_steps:012d}-"
+    taken = [int(path.name.removeprefix(name)[:3]) for path in folder.glob(f"{name}[0-9][0-9][0-9]*")]
+    return folder / f"{name}{max(taken, default=0) + 1:03d}"
 
 
 def _prune(folder: Path, written: Path) -> None:
-    """Keep ``written`` and the newest before it; set aside what claims to be newer, and of what is set aside
-    keep the newest while it is further on than ``written``.
+    """Keep ``written`` and the newest before it, and set aside what claims to be newer. Of that keep the
+    newest while it is further on than ``written``.
 
-    A file that cannot be removed is left: it costs space, not correctness.
+    What cannot be removed is left: it costs space, not correctness.
     """
     older = []
     for path in _candidates(folder):
@@ -326,5 +307,7 @@ def _prune(folder: Path, written: Path) -> None:
     aside = sorted(folder.glob(f"state-*{_SET_ASIDE}"), reverse=True)
     passed = [path for path in aside if path.stem <= written.stem]
     for path in {*older[_KEPT - 1 :], *aside[1:], *passed}:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        if path.is_file():
+            with contextlib.suppress(OSError):
+                path.unlink()
+        shutil.rmtree(path, ignore_errors=True)

@@ -6,12 +6,12 @@ peer joins.
 
 ``tensors.json`` says where each value of a fragment belongs: names, shapes, dtypes, and which file of the
 model's library holds a tensor under which name. A model that saves itself (transformers, PEFT) is asked to,
-once, with a number in the place of each tensor: so its config files, file names and names are its library's
-own, and no library is imported here. What is frozen is in no checkpoint: a little of it (position tables,
-scales) is kept here, the base of adapters is not, and more is the user's to bring.
+once, with a number in the place of each tensor. So files and names are its library's own, and none is
+imported here. What is frozen is in no checkpoint. A little of it (position tables, scales) is kept here, the
+base of adapters is not: that is the user's to bring.
 
-Laws: nothing is written to the model; what was kept fits a checkpoint or is refused, since it carries the
-plan whose digest the checkpoint names. The folder may be a stranger's: no link is followed, and nothing is
+Laws: nothing is written to the model. What was kept carries the plan whose digest the checkpoint names, so it
+fits or is refused. The folder may be a stranger's: no link is followed, and nothing is
 larger than what the checkpoint holds.
 """
 
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.tensors.checkpoint.folder import Checkpoint
-from p2p_co2.tensors.checkpoint.tensorfile import NAMES
+from p2p_co2.tensors.checkpoint.parts import DTYPES
 from p2p_co2.tensors.fragments import FragmentPlan, named_values, plan_of_table, plan_table
 from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names, unwrapped
 from p2p_co2.tensors.pretrained import (
@@ -304,6 +304,6 @@ def _tensors_in(folder: Path, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
         raise ValueError(f"{name} is no dtype of a file")
     return dtype

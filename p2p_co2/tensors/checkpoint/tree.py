@@ -1,8 +1,8 @@
 """An optimizer's ``state_dict`` as JSON and tensors, and back; never pickle.
 
-Laws: what comes back is equal, type by type (tuples stay tuples, integer keys stay integers, floats keep
-every bit), so training continues bit for bit; numpy's numbers become Python's. What only pickle could save is
-left out by whole entries of a group and whole states of a parameter, and named: saving never fails over it.
+Laws: what comes back is equal type by type, floats in every bit, so training continues bit for bit. Numpy's
+numbers become Python's. What only pickle could save is left out and named: whole entries of a group, whole
+states of a parameter. Saving never fails over it.
 
 Price: a parameter whose state is left out begins with a new one after a resume.
 """
@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from p2p_co2.tensors.checkpoint.tensorfile import trouble_with
+from p2p_co2.tensors.checkpoint.parts import trouble_with
 
 
 @dataclass(frozen=True)
-class Said:
+class SavedTree:
     """What of a ``state_dict`` can be saved. ``tree``: as JSON. ``tensors`` by name, in parts that belong
     together (a parameter's state), held and not copied. ``left_out``: the rest, in words."""
 
@@ -34,11 +34,11 @@ class _Odd(Exception):
     """Only pickle could save it; the text says what it is."""
 
 
-def say(state_dict: Mapping[str, Any]) -> Said:
+def say(state_dict: Mapping[str, Any]) -> SavedTree:
     """``state_dict`` of an optimizer in torch's layout; of another layout all of an entry, or nothing."""
     said = _Saying()
     tree = [[key, entry] for key in state_dict for entry in said.entry(key, state_dict[key])]
-    return Said({"dict": tree}, tuple(said.parts), tuple(said.left_out))
+    return SavedTree({"dict": tree}, tuple(said.parts), tuple(said.left_out))
 
 
 def unsay(tree: Any, tensors: Sequence[Tensor]) -> Any:

@@ -26,7 +26,7 @@ from p2p_co2.errors import EnvironmentFault, LocalProtocolError, RemoteProtocolE
 from p2p_co2.protocol.ledger import PartWeights
 from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.checkpoint.folder import Values
+from p2p_co2.tensors.checkpoint.parts import Values
 from p2p_co2.tensors.codec import Codec
 from p2p_co2.tensors.codec.base import PIECE_VALUES, pieces
 from p2p_co2.tensors.fragments import large_tensor

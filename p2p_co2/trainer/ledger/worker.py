@@ -31,7 +31,7 @@ from p2p_co2.tensors.checkpoint.agreed import (
     state_size_bytes,
     state_view,
 )
-from p2p_co2.tensors.checkpoint.folder import Values
+from p2p_co2.tensors.checkpoint.parts import Values
 from p2p_co2.tensors.codec import Codec
 from p2p_co2.tensors.outer import OuterState
 from p2p_co2.trainer.ledger.fragment_state import EncodedOffer, FragmentState, Outcome

@@ -1,29 +1,27 @@
 """How the ranks of a ``torchrun`` group find that they hold one model together.
 
 Laws: every rank raises the same ``ConfigError``, or none does; nothing is changed. What each rank holds whole
-has the same values on all of them, read once, when they join; some of each are compared again after the first
+has the same values on all of them, read once, when they join. Some of each are compared again after the first
 step, which finds ranks that train apart.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.tensors.names import named_buffers, named_parameters
-from p2p_co2.tensors.sharding import held, is_sharded
-from p2p_co2.trainer.exchanged_model import Plan, check_model, trained_parameters
+from p2p_co2.tensors.sharding import is_sharded, whole
+from p2p_co2.trainer.exchanged_model import check_model, trained_parameters
 from p2p_co2.trainer.model_summary import values_digest
-from p2p_co2.trainer.ranks.parameters import Division, Group
-from p2p_co2.trainer.ranks.words import Call, Command, Ranks
+from p2p_co2.trainer.ranks.collectives import Ranks, error_of, text_of
+from p2p_co2.trainer.ranks.parameters import Group
 from p2p_co2.trainer.rates import Factor, Rates
 from p2p_co2.trainer.resuming import inner_of
 
@@ -44,23 +42,28 @@ def form_group(model: nn.Module, optimizer: Optimizer, learning_rate: Factor | N
         return None
     with ranks.together():
         facts = dict[str, Any]()
-        problem = None
         try:
             check_model(model, optimizer, in_group=True)
             Rates(optimizer, learning_rate, print)
+            _check_cuts(model, ranks.size)
             facts = _facts(model, optimizer)
         except ConfigError as error:
-            if not ranks.leads:
-                raise
-            problem = error
+            facts = {"problem": text_of(error)}
+        heard = ranks.gather(facts)
         if ranks.leads:
-            division = _gathered(ranks, facts, problem, model)
+            with ranks.commanding():
+                _compare_all(heard)
+            ranks.tell("go")
         else:
-            ranks.word(0, Call.JOIN)
-            ranks.say(0, json.dumps(facts))
-            ranks.next_word(0)
-            division = _division(json.loads(ranks.hear(0)))
-    return Group(ranks, division)
+            ranks.hear()
+        return Group(ranks, {name: values_digest(one) for name, one in whole_frozen(model)})
+
+
+def _check_cuts(model: nn.Module, size: int) -> None:
+    for name, one in trained_parameters(model).items():
+        if is_sharded(one) and one.device_mesh.size() != size:
+            problem = "is not whole on the ranks of this group together; shard it over all of them"
+            raise ConfigError("model", name, problem)
 
 
 def _facts(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -73,39 +76,20 @@ def _facts(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             for name, one in parameters.items()
         ],
         "inner": [inner.kind, [[list(map(str, owned)) for owned in g] for g in inner.groups]],
-        "held": {name: list(held(one)) for name, one in trained_parameters(model).items()},
         "values": {name: values_digest(one).hex() for name, one in parameters.items() if not is_sharded(one)},
     }
 
 
-def _division(told: list[dict[str, list[int]]]) -> Division:
-    return Division(tuple({name: (start, stop) for name, (start, stop) in one.items()} for one in told))
-
-
-def _gathered(ranks: Ranks, mine: dict[str, Any], problem: ConfigError | None, model: nn.Module) -> Division:
-    """Rank 0: hear what the others hold, and let all know if it fits together."""
-    heard = list[dict[str, Any]]()
-    for rank in ranks.others:
-        ranks.next_word(rank)
-        heard.append(json.loads(ranks.hear(rank)))
-    if problem is not None:
-        raise problem
-    for rank, theirs in enumerate(heard, 1):
-        _compare(mine, theirs, rank)
-    every = [one["held"] for one in (mine, *heard)]
-    division = _division(every)
-    sizes = {name: one.numel() for name, one in trained_parameters(model).items()}
-    if name := division.missing(sizes):
-        problem_text = "is not whole on the ranks of this group together; shard it over all of them"
-        raise ConfigError("model", name, problem_text)
-    ranks.tell(Command.GO)
-    for rank in ranks.others:
-        ranks.say(rank, json.dumps(every))
-    return division
+def _compare_all(heard: list[dict[str, Any]]) -> None:
+    """Raises the first problem that a rank has, or the first difference to rank 0's model."""
+    for said in heard:
+        if "problem" in said:
+            raise error_of(said["problem"])
+    for rank, theirs in enumerate(heard):
+        _compare(heard[0], theirs, rank)
 
 
 def _compare(mine: dict[str, Any], theirs: dict[str, Any], rank: int) -> None:
-    """Raises ``ConfigError`` with the first difference between rank 0's model and another rank's."""
     for ours, other in zip(mine["rows"], theirs["rows"], strict=False):
         if ours != other:
             raise ConfigError("model", ours[0], f"is {ours[1:]} on rank 0, and {other} on rank {rank}")
@@ -134,12 +118,9 @@ def sample_digest(model: nn.Module) -> str:
     return hasher.hexdigest()
 
 
-def compare_samples(ranks: Ranks, model: nn.Module) -> None:
-    """Rank 0, within a call: raises ``ConfigError`` if what ranks hold whole is not the same any more."""
-    ranks.tell(Command.COMPARE)
-    mine = sample_digest(model)
-    heard = [ranks.hear(rank) for rank in ranks.others]
-    if any(theirs != mine for theirs in heard):
+def compare_samples(digests: Iterable[str]) -> None:
+    """Raises ``ConfigError`` if what ranks hold whole is not the same any more."""
+    if len(set(digests)) > 1:
         raise ConfigError(
             "model", "",
             "the ranks' parameters differ after the first step: each trains by its own gradients; wrap the "
@@ -154,7 +135,7 @@ def whole_frozen(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     them at once."""
     for name, one in named_parameters(model).items():
         if is_sharded(one) and not one.requires_grad:
-            yield name, one.full_tensor()
+            yield name, whole(one)
 
 
 def has_frozen_shards(model: nn.Module) -> bool:
@@ -162,27 +143,10 @@ def has_frozen_shards(model: nn.Module) -> bool:
     return any(is_sharded(one) and not one.requires_grad for one in model.parameters())
 
 
-# ---- rank 0, while it starts
-
-
-def begin(group: Group, run: RunConfig) -> None:
-    """Let the other ranks know the run."""
-    for rank in group.ranks.others:
-        group.ranks.word(rank, Command.BEGIN)
-        group.ranks.say(rank, run.canonical_bytes().decode())
-
-
-def frozen_digests(plan: Plan) -> dict[str, bytes]:
-    """Of the frozen parameters that are cut between ranks: of their whole values."""
-    if plan.group is None or not has_frozen_shards(plan.model):
-        return {}
-    plan.group.ranks.tell(Command.FROZEN)
-    return {name: values_digest(one) for name, one in whole_frozen(plan.model)}
-
-
-def spread_buffers(group: Group, model: nn.Module) -> None:
-    """Every rank begins with rank 0's buffers."""
-    for rank in group.ranks.others:
-        group.ranks.word(rank, Command.BUFFERS)
-        for buffer in named_buffers(model, persistent=True).values():
-            group.ranks.send(rank, buffer.detach().cpu())
+@torch.no_grad()
+def spread_buffers(ranks: Ranks, model: nn.Module) -> None:
+    """Every rank begins with rank 0's buffers, and calls this at the same time."""
+    for buffer in named_buffers(model, persistent=True).values():
+        values = ranks.spread(buffer.detach().cpu().contiguous())
+        if not ranks.leads:
+            buffer.copy_(values)

@@ -4,9 +4,9 @@
     gather_swarm(ticket, Path("whole"))                # from the peers themselves, while they train
 
 Laws: every stage is in it exactly once, and all of one run. Of several checkpoints of a stage the one that is
-furthest on is taken; two that hold different states of one round are refused, since one of them is of another
-history. Stages are groups of their own, so they may have come to different rounds. A tied table is like a
-stage more: it lies in the folder ``tied`` beside the checkpoints of the first stage and of the last.
+furthest on is taken. Two that hold different states of one round are refused: one is of another history.
+Stages are groups of their own, so they may have come to different rounds. A tied table is like a stage more:
+it lies in the folder ``tied`` beside the checkpoints of the first stage and of the last.
 
 Price: the whole model's parameters in memory, and one stage's agreed state. The files are read twice.
 From a swarm a stage after the other is loaded, as a newcomer does, so the later ones are some rounds on.
@@ -38,10 +38,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Source:
-    """The newest whole checkpoint in ``folder``, of ``stage`` (one past the last: the tied table): its
-    ``file``; ``versions`` and ``digests`` of the agreed state by fragment; ``damaged``: newer ones that were
-    passed over, and why."""
+class StageSource:
+    """The newest whole checkpoint in ``folder``: ``file``. ``stage``: one past the last is the tied table.
+    ``versions`` and ``digests``: of the agreed state, by fragment. ``damaged``: newer ones, and how."""
 
     run: RunConfig
     stage: int
@@ -66,14 +65,14 @@ class Source:
         return f"round {first}" if first == last else f"rounds {first} to {last}"
 
 
-def sources_of(folders: Iterable[Path]) -> list[Source]:
+def sources_of(folders: Iterable[Path]) -> list[StageSource]:
     """The checkpoint to take of each stage, first to last.
 
-    Raises ``ConfigError`` if a folder has no whole checkpoint, or one that is of no stage or of another run;
-    if two contradict each other; if a stage is missing. ``EnvironmentFault`` if this machine refuses to read.
+    Raises ``ConfigError`` if a folder has no whole checkpoint, or one of no stage or of another run. Also if
+    two contradict each other, or a stage is missing. ``EnvironmentFault`` if this machine refuses to read.
     """
     found = [_look(folder) for folder in folders]
-    best = dict[int, Source]()
+    best = dict[int, StageSource]()
     if not found:
         raise ConfigError.of_option("FOLDER", "give a checkpoint folder of each stage")
     first = found[0]
@@ -95,7 +94,7 @@ def sources_of(folders: Iterable[Path]) -> list[Source]:
     return [best[stage] for stage in sorted(best)]
 
 
-def gather_folders(folders: Iterable[Path], out: Path, own_recipe: str = "") -> list[Source]:
+def gather_folders(folders: Iterable[Path], out: Path, own_recipe: str = "") -> list[StageSource]:
     """Gather checkpoint folders, one or more of each stage, into ``out``; returns what was taken.
     ``own_recipe``: as of ``load_measuring_recipe``. Raises as that, ``sources_of`` and ``write_whole``."""
     _refuse_used(out)
@@ -105,9 +104,9 @@ def gather_folders(folders: Iterable[Path], out: Path, own_recipe: str = "") -> 
     return sources
 
 
-def gather_swarm(ticket: str, out: Path, own_recipe: str = "") -> list[Source]:
-    """As ``gather_folders``, from a swarm that trains: this process joins the peers of each stage as a
-    newcomer, loads what they agree on, with its digests, and leaves without having trained.
+def gather_swarm(ticket: str, out: Path, own_recipe: str = "") -> list[StageSource]:
+    """As ``gather_folders``, from a swarm that trains. This process joins the peers of each stage as a
+    newcomer, loads what they agree on, and leaves without having trained.
 
     Blocks, bounded. Raises ``TransportError`` if nobody gives a stage, and else as ``connect`` and ``start``.
     """
@@ -128,11 +127,13 @@ def gather_swarm(ticket: str, out: Path, own_recipe: str = "") -> list[Source]:
             out.rmdir()
 
 
-def write_whole(sources: Sequence[Source], out: Path, whole: nn.Module, stages: Sequence[nn.Module]) -> Path:
+def write_whole(
+    sources: Sequence[StageSource], out: Path, whole: nn.Module, stages: Sequence[nn.Module]
+) -> Path:
     """Write the whole model of ``sources``, one for each stage, into the folder ``out``; returns the file.
 
-    ``whole``: the model that the run's recipe makes of its ``stages``, whose tensors it shares; a tied table
-    comes after the last of them, which are without it. Only names and shapes are looked at, so all may be on
+    ``whole``: the model that the run's recipe makes of its ``stages``, whose tensors it shares. A tied table
+    comes after the last of them. Only names and shapes are looked at, so all may be on
     the meta device. Raises ``ConfigError`` if a checkpoint is of another model, or ``out`` has a checkpoint;
     ``EnvironmentFault`` if the disk refuses.
     """
@@ -154,7 +155,7 @@ def write_whole(sources: Sequence[Source], out: Path, whole: nn.Module, stages: 
     return save(out, checkpoint)
 
 
-def _put(gathered: WholeModel, source: Source, module: nn.Module) -> Mapping[str, Tensor]:
+def _put(gathered: WholeModel, source: StageSource, module: nn.Module) -> Mapping[str, Tensor]:
     """Read one stage; returns its buffers."""
     saved = load_agreed(source.file)
     cut = plan_fragments(module, source.run.fragments)
@@ -210,7 +211,7 @@ def fetch(ticket: str, config: PeerConfig, own_recipe: str = "") -> RunConfig:
     return run
 
 
-def _look(folder: Path) -> Source:
+def _look(folder: Path) -> StageSource:
     saved = load_agreed(folder)
     count = saved.run.pipeline.stages
     stage = saved.stage
@@ -225,10 +226,10 @@ def _look(folder: Path) -> Source:
     versions = tuple(state.version for state in saved.states)
     digests = tuple(state_digest(state, _CHUNK_BYTES) for state in saved.states)
     counts = saved.position, saved.inner_steps, saved.tokens
-    return Source(saved.run, stage, folder, saved.path, *counts, versions, digests, saved.passed_over)
+    return StageSource(saved.run, stage, folder, saved.path, *counts, versions, digests, saved.passed_over)
 
 
-def _further(one: Source, other: Source) -> Source:
+def _further(one: StageSource, other: StageSource) -> StageSource:
     """The one that has come further. Raises ``ConfigError`` if they hold two states of one round."""
     ours, theirs = (zip(which.versions, which.digests, strict=True) for which in (one, other))
     for (version, digest), (their_version, their_digest) in zip(ours, theirs, strict=False):
