@@ -84,6 +84,9 @@ test: $(ALL)
 test-quick: $(ALL)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not swarm" --storms 40 $(TEST_ARGS)
 
+storms: $(ALL)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/test_campaign.py tests/test_fuzz.py --storms 200 --hypothesis-profile=long
+
 check: $(ALL)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -11,7 +11,6 @@ import re
 from itertools import pairwise
 
 from tools import house
-from tools.prose import MOST_WORDS
 
 ROOT = house.ROOT
 FLOORS = (
@@ -50,17 +49,13 @@ TOO_LARGE = {
 }
 """The classes that may be larger than the rule, each with its reason."""
 REACHED = {
-    "product lines": 52_400,
-    "lines of benchmarks": 8_900,
-    "files of benchmarks": 41,
-    "test lines": 43_500,
-    "class names that stand for two things": 41,
-    "assignments that pack several values, %": 12,
-    "module constants of time": 138,
-    "numeric module constants": 541,
-    f"sentences of docstrings over {MOST_WORDS} words, %": 8.6,
-    "test functions that start processes": 95,
-    "uses of another object's private attributes in tests": 59,
+    "product lines": 52_341,
+    "lines of benchmarks": 5_097,
+    "test lines": 40_260,
+    "class names that stand for two things": 18,
+    "module constants of time": 131,
+    "numeric module constants": 515,
+    "test functions that start processes": 63,
 }
 """Figures of the house that miss their bars, as far as they have come. They only fall."""
 
