@@ -21,7 +21,7 @@ import torch
 from google.protobuf.message import Message
 
 from p2p_co2.config import PeerConfig
-from p2p_co2.node import pump
+from p2p_co2.node import shell
 from p2p_co2.telemetry.events import Event, RoundCommitted
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.trainer import connect
@@ -48,14 +48,14 @@ class Doom:
         self.commits += isinstance(event, RoundCommitted)
 
     def install(self) -> None:
-        written = pump.unsent  # where messages leave by another way this fails: else nobody would die
+        written = shell.unsent  # where messages leave by another way this fails: else nobody would die
 
         def doomed(message: Message, head: bytes) -> Unsent:
             if self.commits >= self.after and message.__class__.__name__.lower() == self.kind:
                 os.kill(os.getpid(), signal.SIGKILL)
             return written(message, head)
 
-        pump.unsent = doomed
+        shell.unsent = doomed
 
 
 def main() -> None:

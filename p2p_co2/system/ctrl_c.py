@@ -1,10 +1,13 @@
 """What a Ctrl-C means to a command that says nothing else of it: one word, and the end.
 
-Imported before what takes time. Amid an import the process ends at once, by the signal, which a shell shows
-as status 130. Some modules swallow a ``KeyboardInterrupt`` there, or report it as a failure of their own. At
-any other time it raises ``KeyboardInterrupt``, so that what is open is closed. A command that has more to do
-sets ``process.StopSignals`` in its place. A program that handles the signal itself keeps its handler. Of a
-Ctrl-C in the interpreter's own start, some 30 ms, Python may print where it was."""
+Programs call ``answer`` before they import what takes time. Amid an import the process ends at once, by the
+signal, which a shell shows as status 130. Some modules swallow a ``KeyboardInterrupt`` there, or report it as
+a failure of their own. At any other time it raises ``KeyboardInterrupt``, so that what is open is closed.
+
+A command that has more to do sets ``process.StopSignals`` in its place. A program that handles the signal
+itself keeps its handler. Of a Ctrl-C in the interpreter's own start, some 30 ms, Python may print where it
+was.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,10 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
-    try:  # noqa: SIM105 (contextlib is slow to import)
-        _signal.signal(_signal.SIGINT, _stop)
-    except ValueError:
-        pass  # imported by a thread: its program has long begun
+def answer() -> None:
+    """From now on; called by programs, never by what a library imports."""
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        try:  # noqa: SIM105 (contextlib is slow to import)
+            _signal.signal(_signal.SIGINT, _stop)
+        except ValueError:
+            pass  # imported by a thread: its program has long begun

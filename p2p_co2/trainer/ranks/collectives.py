@@ -57,14 +57,17 @@ class Ranks:
         tell = threading.Timer(SILENCE_FLOOR_S, say, (words,))
         tell.daemon = True
         tell.start()
-        try:  # whether all came: bounded by torch's own time, unlike what is waited for afterwards
-            dist.destroy_process_group(dist.new_group(backend="gloo"))
+        self._group: dist.ProcessGroup | None = None
+        try:
+            # Whether all came is bounded by torch's own time, unlike what is waited for afterwards. The first
+            # group stays: to end it while another rank still connects fails there.
+            dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=_AS_LONG_AS_THEY_LIVE)
         except RuntimeError as error:
             problem = "not all ranks of this peer came to join: one has ended, or is held up"
             raise EnvironmentFault(f"{problem}; {_CURE}") from error
         finally:
             tell.cancel()
-        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=_AS_LONG_AS_THEY_LIVE)
 
     @classmethod
     def of_this_process(cls) -> Ranks | None:
