@@ -32,7 +32,7 @@ from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.recipes import Recipe, load_run_recipe, recipe_digest
 from p2p_co2.tensors.checkpoint.folder import save
 from p2p_co2.trainer.gather import gather_folders
-from p2p_co2.trainer.stages.peer import StagePeer, Trained
+from p2p_co2.trainer.stages.peer import StagePeer, TrainedGroup
 from p2p_co2.trainer.stages.work import Crossings, Done, StageWork
 from p2p_co2.wire.identity import PeerId
 from tests.test_docs import DOCS, ROOT, blocks
@@ -179,7 +179,7 @@ def test_each_stage_is_clipped_by_its_own_norm(recipe: str, norm: float | None) 
     line.works[0].compute(Work(Do.BACKWARD, Key(1, 1), done.payload, done.tokens, done.loss))
     for stage, work in enumerate(line.works):
         optimizer = torch.optim.SGD(work.replica.module.parameters(), lr=1.0)
-        groups = [Trained(cast(Any, wire), optimizer)]
+        groups = [TrainedGroup(cast(Any, wire), optimizer)]
         peer = StagePeer(groups, cast(Any, wire), Place(PeerId("me"), 1, stage, 2), work, norm)
         peer._do(Work(Do.STEP))
         pairs = zip(work.replica.module.parameters(), before[stage].parameters(), strict=True)

@@ -45,8 +45,8 @@ class CommitHandler:
         self._forget = forget
         self._do = effects
         self._capped: dict[str, tuple[float, int]] = {}
-        """Of peers that count for far less than they claim, the last one last: when that was told, and in how
-        many rounds it was so since."""
+        """Of peers that count for far less than they claim, the last one last: when that was told, and its
+        rounds since."""
         self.on_decision: Callable[[int, int, Decision], None] = lambda fragment, round_, decision: None
 
     def handle(self, event: said.RoundsEvent) -> None:

@@ -122,8 +122,8 @@ def publishable(maddrs: Sequence[str]) -> list[str]:
 
 
 def leads_as_far(maddr: str, seeds: Sequence[str]) -> bool:
-    """Whether who can dial the seeds of a ticket may be able to dial ``maddr``, and should: a private address
-    is of somebody's own network where no seed is of one."""
+    """Whether a peer that can dial the seeds of a ticket should dial ``maddr``. A private address is of
+    somebody's own network where no seed is of one."""
     if all(is_loopback(_host_of(seed)) for seed in seeds):
         return is_loopback(_host_of(maddr))
     return not (is_loopback if any(map(is_near, map(_host_of, seeds))) else is_near)(_host_of(maddr))
@@ -180,9 +180,9 @@ def unreachable_advice(cause: str) -> str:
 class RecordBook:
     """Records of at most ``MAX_PEERS`` other peers: those that the DHT listed last, and those in use.
 
-    One search at a time, and it serves all that wait for it, in what it finds and where it fails: of a dozen
-    dead peers that the DHT lists still, each would ask all of it for a newer record, for each carrier.
-    ``find``: records of the other peers from the DHT; raises ``TransportError``."""
+    One search at a time, and it serves all that wait for it, in what it finds and where it fails. Else each
+    of a dozen dead peers would have all of the DHT searched, for each carrier. ``find``: records of the other
+    peers from the DHT; raises ``TransportError``."""
 
     def __init__(self, find: Callable[[], Awaitable[list[PeerRecord]]]) -> None:
         self._find = find
@@ -201,9 +201,9 @@ class RecordBook:
             return await self._search()
 
     async def record_of(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
-        """The record of ``peer``. The DHT is asked for one that is not known yet, and, unless a search began
-        within a heartbeat, for one that has expired or if a ``fresh`` one is wanted. None or the old one
-        if the DHT does not answer."""
+        """The record of ``peer``. The DHT is asked for one that is not known yet. Unless a search began
+        within a heartbeat, so it is for one that has expired, or where a ``fresh`` one is wanted. None or
+        the old one if the DHT does not answer."""
         now = time.monotonic()
         record = self._use(peer)
         if fresh or record is None or record.expires_at < time.time():
@@ -303,8 +303,8 @@ class Network:
     async def open(cls, ticket: Ticket, config: PeerConfig, on_refused: OnRefused) -> Network:
         """Join the run's DHT and read its manifest.
 
-        Raises ``TransportError`` when no seed answers, ``TicketError`` when the run's manifest is not there
-        or not the ticket's, ``EnvironmentFault`` when this machine cannot take part, ``ConfigError`` for a
+        Raises ``TransportError`` when no seed answers, and ``TicketError`` when the run's manifest is not
+        there or not the ticket's. ``EnvironmentFault``: this machine cannot take part. ``ConfigError``: a
         config of another version, or an identity that is at work elsewhere. Cancelling it leaves nothing
         behind.
         """
@@ -398,9 +398,9 @@ class Network:
     async def publish_self(self, somebody_unmet: bool = False) -> str:
         """Put this peer's signed record into the DHT if the last one grows old, with its places at relays.
 
-        Returns what is to be said: news once, and what to do so that others reach this peer, if there is
-        ``somebody_unmet`` and nobody relays for it; on a network of its own all may be well without a relay.
-        Raises ``TransportError``.
+        Returns what is to be said: news once, and what to do so that others reach this peer. That is only
+        said where there is ``somebody_unmet`` and nobody relays: else all may be well. Raises
+        ``TransportError``.
         """
         if self._is_due("record", RECORD_LIFETIME_S / 3):
             record = await self._reach.record()
@@ -436,9 +436,9 @@ class Network:
 
     @property
     def invitation(self) -> Ticket:
-        """The ticket, with this peer and some that it knows as further seeds, as far as newcomers may be able
-        to dial them: it works when the first seeds are gone. Of a peer's record only its own addresses count:
-        it could send newcomers to anybody. Any thread may ask."""
+        """The ticket, with this peer and some that it knows as further seeds: it works when the first ones
+        are gone. Only those are named that newcomers may be able to dial. Of a peer's record only its own
+        addresses count: it could send newcomers to anybody. Any thread may ask."""
         seeds = list(self.ticket.seeds)
         known = [(one.peer, one.maddrs) for one in self.records.known(MAX_INVITERS - 1)]
         for peer, maddrs in ((self.identity.peer_id, self._reach.own_maddrs), *known):
@@ -467,7 +467,7 @@ class Network:
         """The stage of those that ``fits`` in which this peer is needed most: the emptiest of those below
         ``min_replicas``, else the slowest. Raises ``TransportError``.
 
-        This peer is listed in it, and looks again a moment later, since newcomers crowd: all but the first
+        This peer is listed in it, and looks again a moment later, since newcomers crowd. All but the first
         of them by id move to where fewer are."""
         await self.records.search()
         stage = self._neediest(fits)

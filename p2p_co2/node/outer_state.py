@@ -1,8 +1,8 @@
 """What the tensor side is given and asked: offers, means to apply, donors' states to adopt, ours to export.
 
 Laws: what was agreed is published (``PeerState.move``) only after the tensor side has it. That side hears of
-the end of each offer, by the commit or the state that ends it or by an abort with the offer's id, which it
-takes in silence where that offer is not in flight.
+the end of each offer: by the commit or the state that ends it, or by an abort with its id. It takes an abort
+in silence where that offer is not in flight.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Offers:
             self.open(offer)
 
     def settle(self, fragment: int) -> None:
-        """What was to be fetched is here, or wanted no more: an offer that ended for it has come to nothing,
-        should the tensor side still hold it in flight."""
+        """What was to be fetched is here, or wanted no more. An offer that ended for it has come to nothing,
+        if the tensor side still holds it in flight."""
         if not any(offer.fragment == fragment for offer in self._rounds.open_offers()):
             self._end(fragment)
 

@@ -4,9 +4,9 @@
                               ^           |
        training thread: exchange(result) -+-> handed: what is to be computed next
 
-A process with a stage is in the group of its stage's replicas, an ordinary ``Node``, and in that of the whole
-run, where this is. ``Membership`` says which peers are live in the neighbouring stages. In which stage a peer
-is, its signed record says.
+A process with a stage is in two groups. That of its stage's replicas is an ordinary ``Node``; that of the
+whole run is this. ``Membership`` says which peers are live in the neighbouring stages, and its signed record
+in which stage a peer is.
 
 Law: the training thread waits for nothing but its next work.
 """

@@ -72,8 +72,8 @@ class Joining:
 
 
 class SwarmPosition:
-    """``value``: median position of the other peers that train, in rounds, and the node's monotonic time it
-    was true at; None while it is not known."""
+    """``value``: median position of the other peers that train, in rounds, and when that was true by the
+    node's monotonic clock. None while it is not known."""
 
     def __init__(self, state: PeerState, membership: Membership, writer: StatusWriter, times: Times) -> None:
         self._state = state
@@ -145,9 +145,9 @@ class SwarmProgress:
         return self._settled_of == self._state.held
 
     def is_needed(self, within_s: float, settled: bool = False) -> bool:
-        """Whether somebody is heard, or was within so long, that this peer stays for; or a state, or a round
-        that somebody missed, is on its way to it or from it. Where all have ``settled``: whether somebody
-        still joins. Other threads may ask."""
+        """Whether somebody is heard, or was within so long, that this peer stays for. So it does for a state
+        or a missed round on its way to it or from it. Where all have ``settled``: whether somebody still
+        joins. Other threads may ask."""
         if settled:
             return self._differed_at == math.inf
         now = self._times.now()
@@ -209,8 +209,8 @@ class SwarmProgress:
         return at_rest != was_at_rest
 
     def _may_hear_more(self, now: float) -> bool:
-        """Whether others may be where we cannot see them: this peer came a moment ago, or most others went
-        without a word and may only be suspended."""
+        """Whether others may be out of sight: this peer came a moment ago, or most others went without a
+        word and may only be suspended."""
         membership = self._membership
         hears_more = membership.awaited > 0 or not membership.candidates.has_looked
         is_new = hears_more and now - self._began_at < LISTENED_S
@@ -255,7 +255,7 @@ class SwarmProgress:
 
 
 def _keeps_up(versions: Sequence[int], newest: Sequence[int], goes_on: bool) -> bool:
-    """Whether no version is more than a round behind, or at all where there is only the start or no round is
-    to come any more."""
+    """Whether no version is more than a round behind; or at all, where there is only the start or no round
+    is to come."""
     slack = 1 if goes_on else 0
     return all(new - mine <= (slack if mine else 0) for mine, new in zip(versions, newest, strict=False))

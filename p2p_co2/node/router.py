@@ -1,16 +1,16 @@
 """What comes in: each message to the machine that the table names, refusals counted, senders held back.
 
-``Router`` is the carriers' ``OnMessage`` and ``OnRefused`` for one node; ``Inbox`` gives a message that was
-opened to its machine; ``Quotas`` says how fast each sender is read. Each has an allowance in units that
-refills with time. A control message costs a unit and more by its size, bulk that is waited for nothing, other
-bulk by its bytes, refused messages more, offences that no honest peer commits most. One that has used up its
-allowance is read more slowly; one that goes on pressing is shut out, for longer each time. So is one that
-trickles: such a link holds a place for a minute.
+``Router`` is the carriers' ``OnMessage`` and ``OnRefused`` for one group. ``Inbox`` gives a message that was
+opened to its machine. ``Quotas`` says how fast each sender is read. Each has an allowance in units that
+refills with time. A control message costs a unit and more by its size; bulk that is waited for nothing, other
+bulk by its bytes. Refused messages cost more, offences that no honest peer commits most. A sender that has
+used up its allowance is read more slowly; one that goes on pressing is shut out, for longer each time. So is
+one that trickles: such a link holds a place for a minute.
 
-Laws: whatever a peer sends, the worst that happens is that it is counted against it, read more slowly, and at
-last not heard any more. A message of another group is held against nobody but by its bytes: its sender has
-moved. An honest peer never uses up its allowance, though it were late with 100 MB in the smallest pieces, or
-loaded a state at a gigabyte a second; nobody else can use it up for it. One sender can make this peer do
+Laws: whatever a peer sends is at worst counted against it. It is read more slowly, and at last not heard any
+more. A message of another group is held against nobody but by its bytes: its sender has moved. An honest peer
+never uses up its allowance, though it were late with 100 MB in the smallest pieces, or loaded a state at a
+gigabyte a second. Nobody else can use it up for it. One sender can make this peer do
 ``REFILL_PER_S`` units a second at most, and ``ALLOWANCE`` at once. Over any stretch the bytes read are at
 most the download rate times its length plus one message per link. Price: an identity is free to make, so
 this bounds a sender and not a crowd; how many may speak at all is ``admission``'s business.
@@ -42,21 +42,26 @@ REFILL_PER_S = 200.0
 CONTROL_BYTES_PER_UNIT = 16 << 10
 USELESS_UNITS = 0.25
 USELESS_BYTES_PER_UNIT = 256 << 10
-ASKED_UNITS, OVERASKED_UNITS = 0.1, 4.0
-"""For asking for a chunk, and for one that found the asker's queue here full of what it does not take."""
+ASKED_UNITS = 0.1
+"""For asking for a chunk."""
+OVERASKED_UNITS = 4.0
+"""For one that found the asker's queue here full of what it does not take."""
 REFUSED_UNITS = 4.0
 GRAVE_UNITS = 20.0
 USELESS_PAYLOAD_UNITS = 1000.0
-"""For a payload that was waited for and computed with, and was no use: it has cost a microbatch, and one that
-answers at once with nothing gets ever more of them."""
+"""For a payload that was waited for and computed with, and was no use: it has cost a microbatch."""
 LINK_UNITS = 100.0
 """For a link that was turned away, or broke the rules of links."""
 TOO_SLOW = "too slow"
 """Reason of the carriers for a link that brought no whole message in ``MESSAGE_TIMEOUT_S``."""
-PATIENCE_S, FORGIVING = 10.0, 0.1
-"""Seconds of waiting that a sender may cause itself, and the share of each second that is forgiven."""
-SHUT_OUT_S, DOUBLED_AT_MOST = 60.0, 6
-"""How long a sender is shut out, doubled each time: to an hour."""
+PATIENCE_S = 10.0
+"""Waiting that a sender may cause itself."""
+FORGIVING = 0.1
+"""Of that waiting, for each second that passes."""
+SHUT_OUT_S = 60.0
+"""A sender is shut out for this long, doubled each time."""
+DOUBLED_AT_MOST = 6
+"""Times: to an hour."""
 MAX_SENDERS = MAX_PEERS
 MAX_REFUSALS_KEPT = 4096
 """Kinds of refusal by sender that are counted one by one; the rest is counted under ``OTHERS``."""
@@ -203,9 +208,9 @@ class Takes(Protocol):
 
 
 class Router:
-    """``group``: the digest of the node's group; ``quotas``: of the process; ``shut_out``: hears of (peer,
-    why), which is not heard any more; ``failed``: of a bug of ours; ``open_``: ``envelope.opened``, or the
-    same with a memory."""
+    """``group``: the digest of the node's group. ``quotas``: of the process. ``shut_out``: hears of (peer,
+    why), which is not heard any more. ``failed``: hears of a bug of ours. ``open_``: ``envelope.opened``, or
+    the same with a memory."""
 
     def __init__(
         self, group: bytes, inbox: Takes, effects: Effects, shut_out: Callable[[PeerId, str], None],

@@ -1,8 +1,8 @@
 """Where this peer is: the one published value of a node, and what the node's parts may ask of it.
 
-``agreed`` (a version and its digest for each fragment) and ``local`` (what the training thread says) are
-written by the node's loop alone, and read by anybody: machines, heartbeats, other threads. What must act
-upon a new agreed state registers with ``when_moved``; those calls depend on no order among themselves.
+``agreed`` has a version and its digest for each fragment; ``local`` is what the training thread says. The
+node's loop alone writes them, and anybody reads them: machines, heartbeats, other threads. What must act upon
+a new agreed state registers with ``when_moved``; those calls depend on no order among themselves.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PAST_KEPT = 256
 @dataclass(frozen=True)
 class LocalProgress:
     """What the training thread says of itself; replaced whole, so that the network thread may read it at any
-    time. ``position``: in rounds, at ``position_at`` of the node's monotonic clock; ``finished``: fragments
-    for which it has nothing more to offer in this run; ``is_over``: it takes no more steps, and its position
+    time. ``position``: in rounds, at ``position_at`` of the node's monotonic clock. ``finished``: fragments
+    for which it has nothing more to offer in this run. ``is_over``: it takes no more steps, and its position
     stands still."""
 
     phase: Status.Phase = Status.JOINING

@@ -16,9 +16,12 @@ from p2p_co2.wire.messages_pb2 import Status
 from p2p_co2.wire.schedule import ENDS_ROUNDS
 from p2p_co2.wire.status import finished_bits
 
-REFRESH_S, SLOWEST_REFRESH_S, REFRESHED_PEERS_PER_S = 0.25, 1.0, 64.0
-"""The machines hear of statuses at most this often, but for changes of their own making; more rarely among
-many."""
+REFRESH_S = 0.25
+"""The machines hear of statuses at most this often, but for changes of their own making."""
+SLOWEST_REFRESH_S = 1.0
+"""Among many they hear more rarely, down to this."""
+REFRESHED_PEERS_PER_S = 64.0
+"""So many peers' statuses are told a second."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,7 @@ class StatusWriter:
 
     @property
     def rests(self) -> bool:
-        """Whether this peer only trains, or pauses, and the run's end is not near: in the quiet of a round of
-        minutes it has little to tell."""
+        """Whether this peer only trains, or pauses, and the run's end is not near: it has little to tell."""
         local = self._state.local
         rounds = self._times.rounds
         if local.phase not in (Status.TRAINING, Status.PAUSED) or local.finished:
@@ -106,8 +108,8 @@ class StatusWriter:
         return views
 
     def paces(self) -> dict[PeerId, float]:
-        """How fast this peer may send bulk to those with a download cap: their rate, shared by all who may be
-        sending to them at once."""
+        """How fast this peer may send bulk to those with a download cap: their rate, shared by all that may
+        send to them at once."""
         live = self._membership.live
         caps = {p: cap for p, info in live.items() if (cap := info.status.download_bytes_per_s) > 0}
         if not caps:
@@ -144,10 +146,10 @@ def _view_of(
 class SwarmNews:
     """When the machines hear of where this peer and the others are: news of many peers gathers for a moment.
 
-    Each telling costs in proportion to the peers, so among many it is rare; but before the rounds machine
-    hears more of somebody who came, went, or began anew, it is told of all at once (``tell_of_strangers``).
-    ``now``: the machines' clock; ``watches``: whether what was heard has to be looked at again, news or
-    not; ``set_paces``: hears how fast this peer may send to those with a download cap."""
+    Each telling costs in proportion to the peers, so among many it is rare. Before the rounds machine hears
+    more of a peer that came, went, or began anew, it is told of all at once (``tell_of_strangers``).
+    ``now``: the machines' clock. ``watches``: whether what was heard has to be looked at again, news or
+    not. ``set_paces``: hears how fast this peer may send to those with a download cap."""
 
     def __init__(
         self, state: PeerState, membership: Membership, rounds: Rounds, writer: StatusWriter,

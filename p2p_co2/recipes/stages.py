@@ -37,11 +37,11 @@ _ANY = (-(1 << 63), 1 << 63)
 
 @dataclass(frozen=True)
 class TiedTable:
-    """A tensor that the first stage and the last both hold, called ``first`` and ``last`` there, and begin
+    """A tensor that the first stage and the last both hold, called ``first`` and ``last`` there. They begin
     alike: ``draw_`` fills it from torch's random state.
 
-    Its gradient in the unsplit model is the sum of both uses'. So is the step of one group of both stages'
-    replicas that applies twice the token-weighted mean of all, if both stages counted as many tokens."""
+    Its gradient in the unsplit model is the sum of both uses'. One group of both stages' replicas makes that
+    step by twice the token-weighted mean of all, if both counted as many tokens."""
 
     first: str
     last: str
@@ -113,9 +113,9 @@ class Stages:
         return self.tied.first if stage == 0 else self.tied.last
 
     def groups(self, stage: int, module: nn.Module) -> list[nn.Module]:
-        """What the groups train that a peer with ``module``, which is ``stage``, is in: the stage's, and that
-        of the tied table, if it has one. The tensors are the module's. Raises ``ConfigError`` if nothing is
-        left beside the table."""
+        """What a peer with ``module``, which is ``stage``, trains in each group: the stage's, and that of the
+        tied table, if it has one. The tensors are the module's. Raises ``ConfigError`` if nothing is left
+        beside the table."""
         if not (name := self.tied_name(stage)):
             return [module]
         rest, table = apart(module, module.get_parameter(name))

@@ -1,7 +1,7 @@
 """Whether a peer that joins is where the swarm is, or may begin the run alone; asked again and again.
 
 Law: no thread, no clock and no waiting here: ``now`` is an argument. A peer that meets one that trains asks
-nothing. One that meets none goes by what peers left word of (``discovery.records``): a run that is over is
+nothing. One that meets none goes by what peers left word of (``discovery.records``). A run that is over is
 refused, and without a checkpoint so is one that all have left. With one it may begin, and is told which
 rounds are lost. Price: records are claims, so a liar can keep newcomers out of a run in which nobody trains,
 until one says ``start_over``.
@@ -24,8 +24,8 @@ from p2p_co2.wire.messages_pb2 import RunPosition
 GATHER_BOUND_S = 120.0
 """Waiting for ``min_peers``; half of it for those who have the state and went before this peer had it."""
 LISTEN_S = 3.0
-"""A peer that hears nobody for this long after its start is the first one; peers with another model are
-believed after it, since the table that says how theirs differs has come, or does not."""
+"""A peer that hears nobody for this long after its start is the first one. Peers with another model are
+believed after it: their table has come by then, or does not."""
 LISTEN_TO_LISTED = 4
 """So many times longer if the DHT lists others, who may only be slow to answer."""
 CATCH_UP_BOUND_S = 600.0
@@ -131,9 +131,9 @@ class Beginning:
                 raise RunOver(self._rounds)
 
     def is_allowed(self, node: Node, has_waited: bool) -> bool:
-        """Whether to begin. False: wait, somebody that is heard may be about to come back with the state;
-        raises instead once this peer ``has_waited`` or hears nobody: ``RunOver``, ``TransportError`` (all
-        have left, or no seed says whether they have)."""
+        """Whether to begin. False: wait, somebody that is heard may be about to come back with the state.
+        Once this peer ``has_waited`` or hears nobody it raises instead: ``RunOver``, or ``TransportError``
+        (all have left, or no seed says whether they have)."""
         if not self._is_allowed and self._refusal is None:
             try:
                 last = self._part.run_position()

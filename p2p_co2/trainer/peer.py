@@ -82,9 +82,9 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 class Asked(StopSignals):
-    """From ``begin`` to ``at_the_end`` the first of these signals calls ``stop``, if the program handles the
-    first of them by no way of its own: SIGTERM saves and leaves, as ``p2p-co2 join`` does. In a group Ctrl-C
-    does so, too, and torchrun's agent when the group is to end: all ranks stop with the same step."""
+    """From ``begin`` to ``at_the_end`` the first of these signals calls ``stop``, unless the program handles
+    it in a way of its own. So SIGTERM saves and leaves, as ``p2p-co2 join`` does. In a group Ctrl-C does so,
+    too, and torchrun's agent when the group is to end: all ranks stop with the same step."""
 
     def begin(self) -> None:
         is_free = signal.getsignal(self._numbers[0]) in (signal.SIG_DFL, signal.default_int_handler)
@@ -119,7 +119,8 @@ class Peer:
         self._saver = Saver(plan, ledger, self._sync, self._model.live, part.report)
         self._rates = rates
         self._left = False
-        self._stepping, self._signals = Stepping(), Asked(self.stop, signal.SIGTERM)
+        self._stepping = Stepping()
+        self._signals = Asked(self.stop, signal.SIGTERM)
         self._governor = Governor(plan.config.limits.hours, WishFile(plan.config.folder).news)
         self._sync.take_outcomes()  # the first step starts from what catching up brought
         self._sync.report()
@@ -325,7 +326,7 @@ class Peer:
 
         Bounded; may be called twice; does nothing in a child that was forked. After it no thread, process or
         socket of this peer is left. If the last checkpoint cannot be written, a warning tells it at the very
-        end; the one before it stays, and what was agreed can still be read and published.
+        end. The one before it stays, and what was agreed can still be read and published.
         """
         if self._left or self._stepping.is_forked:
             return

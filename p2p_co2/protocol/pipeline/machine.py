@@ -14,18 +14,13 @@ dropped: it is counted nowhere from here to its owner.
     work = machine.next_work(now)           what the training thread computes next, or None
     machine.forwarded(...), counted(...), stepped(...)          what has come of it
 
-Laws: **once**: at most one replica of a stage counts a microbatch, since it goes to a second one only if the
-first has said that it did not take it (``Declined``); any other doubt drops it. **Suffix**: who counts a
+Laws: **once**: at most one replica of a stage counts a microbatch. It goes to a second one only if the first
+has said that it did not take it (``Declined``); any other doubt drops it. **Suffix**: a replica that counts a
 microbatch knows that every stage behind has, since its gradient came through them. A gradient is taken only
 from the peer that the forward went to. Inner steps are drained: a replica begins no more than
-``microbatches`` until all that it began has been counted or dropped, and then it steps; so it does where no
-more comes, since between steps alone it takes what its group agrees on. All that is held has a bound
-(``Sizes.room``), and everything that waits for one peer has a deadline.
-
-A gradient is urgent, and may be encoded in fewer bytes, if others wait for it: where no forward is left in
-this inner step (of S stages under 1F1B with M microbatches, S / 2M of all gradients), and where the line up
-carries less than is computed. What its encoding leaves out may be made good by an *heir*: a microbatch held
-here that came the same path, so that all stages above count both in the same inner steps.
+``microbatches`` until all that it began has been counted or dropped, and then it steps. All that is held has
+a bound (``Sizes.room``), and everything that waits for one peer has a deadline. ``docs/design/stages.md`` has
+the reasons, and which gradients are urgent.
 """
 
 from __future__ import annotations
@@ -111,7 +106,7 @@ class Sizes:
     """Of a microbatch on the line up: to the next stage, and its gradient back in codec 0."""
 
 
-class Phase(Enum):
+class Passage(Enum):
     """Of a microbatch here; see above."""
 
     RECEIVING = auto()
@@ -133,10 +128,10 @@ class Do(Enum):
 
 @dataclass(frozen=True)
 class Work:
-    """``payload``: the bytes from the stage before (None at the first stage, which draws its own), or those
-    of the gradient, in ``codec``; ``sender``: the peer that sent them. ``tokens``, ``loss``: with a gradient,
-    what it is the gradient of. ``is_urgent``: others wait for the gradient that this sends. ``heir``: whose
-    gradient goes after it and may carry what its encoding leaves out."""
+    """``payload``: the bytes from the stage before, or those of the gradient, in ``codec``. It is None at
+    the first stage, which draws its own. ``sender``: the peer that sent them. ``tokens``, ``loss``: with a
+    gradient, what it is the gradient of. ``is_urgent``: others wait for the gradient that this sends.
+    ``heir``: whose gradient goes after it and may carry what its encoding leaves out."""
 
     do: Do
     key: Key | None = None
@@ -178,7 +173,7 @@ PipelineMessage = Neighbour | Forward | Backward | Declined | Dropped
 
 @dataclass
 class _Microbatch:
-    phase: Phase
+    phase: Passage
     sender: PeerId | None = None
     """The stage before; None for our own, and when it is gone."""
     receiver: PeerId | None = None
@@ -195,6 +190,11 @@ class _Microbatch:
     begun_at: float = 0.0
     """When its computing began, forward or back."""
     forward_s: float = 0.0
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it is in this inner step."""
+        return self.phase not in {Passage.RECEIVING, Passage.WAITING}
 
 
 class _Past(NamedTuple):
@@ -219,7 +219,7 @@ class Pipeline:
         self._recent: OrderedDict[Key, _Past] = OrderedDict()
         self._out: deque[tuple[PeerId, Message]] = deque()
         self._events: deque[PipelineEvent] = deque()
-        self._last_phase = Phase.COMPUTING if place.is_last else Phase.COMPUTING_BACK
+        self._last_phase = Passage.COMPUTING if place.is_last else Passage.COMPUTING_BACK
         self._counted = 0
         self._made = 0
         self._steps = 0
@@ -258,9 +258,9 @@ class Pipeline:
         """Begin nothing more; what is under way comes to its end, and then a last step."""
         self.is_closing = True
         for key, one in list(self._held.items()):
-            if one.phase in {Phase.RECEIVING, Phase.WAITING}:
+            if not one.is_begun:
                 self._decline(key, one, "leaving")
-            elif one.phase is Phase.PLACING:
+            elif one.phase is Passage.PLACING:
                 self._await_room(one, now)
         self._events.append(WorkReady())
 
@@ -277,7 +277,7 @@ class Pipeline:
     @property
     def waiting(self) -> int:
         """Microbatches that are here and not begun."""
-        return sum(one.phase is Phase.WAITING for one in self._held.values())
+        return sum(one.phase is Passage.WAITING for one in self._held.values())
 
     @property
     def waits_for(self) -> str:
@@ -286,7 +286,7 @@ class Pipeline:
             return ""
         if not self._has_behind:
             return f"stage {self._place.stage + 1} has no replica"
-        if any(one.phase is Phase.PLACING for one in self._held.values()):
+        if any(one.phase is Passage.PLACING for one in self._held.values()):
             return f"stage {self._place.stage + 1} has no room"
         if self.in_flight and not self._place.is_last:
             return f"gradients from stage {self._place.stage + 1}"
@@ -299,7 +299,7 @@ class Pipeline:
     @property
     def in_flight(self) -> int:
         """Begun in this inner step, and neither counted nor dropped."""
-        return sum(one.phase not in {Phase.RECEIVING, Phase.WAITING} for one in self._held.values())
+        return sum(one.is_begun for one in self._held.values())
 
     def next_work(self, now: float) -> Work | None:
         """What is to be computed next: backward before forward, and a step when all that was begun is
@@ -308,12 +308,12 @@ class Pipeline:
         if work is None or work.key is None:
             return work
         if work.do is Do.BACKWARD:
-            self._held[work.key].phase = Phase.COMPUTING_BACK
+            self._held[work.key].phase = Passage.COMPUTING_BACK
         elif work.payload is None:
             self._made += 1
-            self._held[work.key] = _Microbatch(Phase.COMPUTING)
+            self._held[work.key] = _Microbatch(Passage.COMPUTING)
         else:
-            self._held[work.key].phase = Phase.COMPUTING
+            self._held[work.key].phase = Passage.COMPUTING
         one = self._held[work.key]
         one.begun_at = now
         binds = self._sizes.up_bytes > self._computing_s * self.upload_bytes_per_s > 0
@@ -328,7 +328,7 @@ class Pipeline:
         one = self._held.get(key)
         if one is None:
             return
-        _must_be(one, Phase.COMPUTING)
+        _must_be(one, Passage.COMPUTING)
         one.forward_s = now - one.begun_at
         one.payload = payload
         one.tokens = tokens
@@ -358,7 +358,7 @@ class Pipeline:
         """What came for ``key`` could not be used: it is dropped, and held against its sender if that one
         broke a rule."""
         one = self._held[key]
-        is_forward = one.phase is Phase.COMPUTING
+        is_forward = one.phase is Passage.COMPUTING
         sender = one.sender if is_forward else one.receiver
         if sender is not None and isinstance(error, RemoteProtocolError):
             self._events.append(UselessPayload(sender, Forward if is_forward else Backward, error))
@@ -406,12 +406,12 @@ class Pipeline:
                 late = self._peers.get(one.receiver) if one.receiver is not None else None
                 if late is not None:
                     late.is_late = True
-                what = "gradient" if one.phase is Phase.AWAY else "rest of it"
+                what = "gradient" if one.phase is Passage.AWAY else "rest of it"
                 self._drop(key, f"the {what} did not come in time")
         if self._starves_at <= now:
             self._is_starved = self._counted > 0
             self._starves_at = math.inf
-            for key in [key for key, one in self._held.items() if one.phase is Phase.PLACING]:
+            for key in [key for key, one in self._held.items() if one.phase is Passage.PLACING]:
                 self._drop(key, "nobody behind had room in time")
             self._events.append(WorkReady())
         self._grant()
@@ -455,7 +455,7 @@ class Pipeline:
             coming = Assembly(self._sizes.forward_bytes)
             coming.add(message.offset, message.total, message.data)
             peer.used += 1
-            one = _Microbatch(Phase.RECEIVING, sender, path=message.path, coming=coming)
+            one = _Microbatch(Passage.RECEIVING, sender, path=message.path, coming=coming)
             one.deadline = now + self._sizes.cap_s
             self._held[key] = one
         elif one.coming is None or one.sender != sender:
@@ -463,7 +463,7 @@ class Pipeline:
         elif not one.coming.add(message.offset, message.total, message.data):
             return False
         if one.coming is not None and one.coming.whole is not None:
-            one.phase = Phase.WAITING
+            one.phase = Passage.WAITING
             one.payload = one.coming.whole
             one.coming = None
             one.deadline = math.inf
@@ -485,7 +485,7 @@ class Pipeline:
             return False  # of a process that was here before: it waited in the sender's queue
         if one is None or one.receiver != sender:
             raise RemoteProtocolError("wrong sender", "a gradient of what did not go there")
-        if one.phase is not Phase.AWAY:
+        if one.phase is not Passage.AWAY:
             return False
         if message.tokens != one.tokens or not math.isfinite(message.loss):
             raise RemoteProtocolError("wrong count", f"{message.tokens} tokens of {one.tokens}")
@@ -505,7 +505,7 @@ class Pipeline:
             one.payload = one.coming.whole
             one.loss = message.loss
             one.coming = None
-            one.phase = Phase.RETURNED
+            one.phase = Passage.RETURNED
             one.deadline = math.inf
             self._wait_on(sender, peer, now)
             self._events.append(WorkReady())
@@ -513,7 +513,7 @@ class Pipeline:
 
     def _take_declined(self, key: Key, sender: PeerId, peer: NeighbourPeer, now: float) -> None:
         one = self._held.get(key)
-        if one is not None and one.receiver == sender and one.phase is Phase.AWAY and one.coming is None:
+        if one is not None and one.receiver == sender and one.phase is Passage.AWAY and one.coming is None:
             peer.used -= 1
             peer.granted = peer.used  # until it says anew what it has room for
             one.receiver = None
@@ -527,11 +527,11 @@ class Pipeline:
             if (past is None or past.declined) and peer.is_before:
                 peer.used += 1  # it was lost on its way, and what comes of it is not taken
                 self._remember(key, _Past(None))
-        elif one.receiver == sender and one.phase is Phase.AWAY:
+        elif one.receiver == sender and one.phase is Passage.AWAY:
             peer.drops += 1
             peer.is_late |= peer.drops > self._sizes.window
             self._drop(key, "dropped behind")
-        elif one.sender == sender and one.phase in {Phase.RECEIVING, Phase.WAITING}:
+        elif one.sender == sender and not one.is_begun:
             self._drop(key, "dropped before")
         self._grant()
 
@@ -539,7 +539,7 @@ class Pipeline:
 
     def _work(self) -> Work | None:
         for key, one in self._held.items():
-            if one.phase is Phase.RETURNED:
+            if one.phase is Passage.RETURNED:
                 return Work(
                     Do.BACKWARD, key, one.payload, one.tokens, one.loss, one.receiver, one.codec
                 )  # fmt: skip
@@ -552,7 +552,7 @@ class Pipeline:
         if self._place.is_first:
             return Work(Do.FORWARD, Key(self._place.process, self._made + 1))
         for key, one in self._held.items():
-            if one.phase is Phase.WAITING:
+            if one.phase is Passage.WAITING:
                 return Work(Do.FORWARD, key, one.payload, sender=one.sender)
         return None
 
@@ -569,15 +569,15 @@ class Pipeline:
 
     def _await_room(self, one: _Microbatch, now: float) -> None:
         """Behind, for what is computed; while this peer goes on, as long as anything is counted."""
-        one.phase = Phase.PLACING
+        one.phase = Passage.PLACING
         one.deadline = now + self._sizes.cap_s if self.is_closing else math.inf
         self._starves_at = min(self._starves_at, now + 2 * self._sizes.cap_s)
 
     def _place_all(self, now: float) -> None:
         """Send what waits for room behind, as far as there is any."""
-        away = Counter(one.receiver for one in self._held.values() if one.phase is Phase.AWAY)
+        away = Counter(one.receiver for one in self._held.values() if one.phase is Passage.AWAY)
         for key, one in self._held.items():
-            if one.phase is not Phase.PLACING or one.payload is None:
+            if one.phase is not Passage.PLACING or one.payload is None:
                 continue
             receiver = self._peers.receiver(away, self._sizes.window)
             peer = self._peers.get(receiver) if receiver is not None else None
@@ -586,7 +586,7 @@ class Pipeline:
             peer.used += 1
             away[receiver] += 1
             late_s = self._late_s(peer)
-            one.phase = Phase.AWAY
+            one.phase = Passage.AWAY
             one.receiver = receiver
             one.sent_at = now
             one.deadline = now + late_s
@@ -606,7 +606,7 @@ class Pipeline:
         by = now + self._late_s(peer)
         cap_s = self._sizes.cap_s
         for one in self._held.values():
-            if one.receiver == sender and one.phase is Phase.AWAY:
+            if one.receiver == sender and one.phase is Passage.AWAY:
                 one.deadline = min(one.sent_at + cap_s, max(one.deadline, by))
 
     def _drop(self, key: Key, reason: str) -> None:
@@ -615,8 +615,11 @@ class Pipeline:
         for peer in (one.sender, one.receiver):
             if peer is not None and self._peers.get(peer) is not None:
                 self._out.append((peer, Dropped(key=key.on_wire(), reason=reason[:200])))
-        self._over(key, one.sent_at if one.phase is Phase.AWAY else None)
-        if one.phase not in {Phase.RECEIVING, Phase.WAITING}:  # others may make and drop any number of those
+        self._over(key, one.sent_at if one.phase is Passage.AWAY else None)
+        if one.phase not in {
+            Passage.RECEIVING,
+            Passage.WAITING,
+        }:  # others may make and drop any number of those
             self._events.append(DroppedMicrobatch(key, reason))
         self._events.append(WorkReady())
 
@@ -641,26 +644,25 @@ class Pipeline:
     def _let_go(self, peer: PeerId) -> None:
         """Of all that is with ``peer`` or from it: it was started anew, is gone, or has lost us."""
         for key, one in list(self._held.items()):
-            if one.receiver == peer and one.phase is Phase.AWAY:
+            if one.receiver == peer and one.phase is Passage.AWAY:
                 self._drop(key, f"peer {peer} is gone")
             elif one.sender == peer:
                 one.sender = None
-                if one.phase in {Phase.RECEIVING, Phase.WAITING}:
+                if not one.is_begun:
                     self._drop(key, f"peer {peer} is gone")
 
 
-def _must_be(one: _Microbatch, phase: Phase) -> None:
+def _must_be(one: _Microbatch, phase: Passage) -> None:
     if one.phase is not phase:
         raise LocalProtocolError(f"a microbatch that is {one.phase.name} is not {phase.name}")
 
 
-def _heir(held: Mapping[Key, _Microbatch], key: Key, last: Phase, room: int) -> Key | None:
-    """Another that came the path of ``key`` and is not in the ``last`` phase: its gradient goes later in this
+def _heir(held: Mapping[Key, _Microbatch], key: Key, last: Passage, room: int) -> Key | None:
+    """Another that came the path of ``key`` and is not in the ``last`` phase. Its gradient goes later in this
     inner step, which begins ``room`` more."""
     for other, one in held.items():
-        is_begun = one.phase not in {Phase.RECEIVING, Phase.WAITING}
-        room -= not is_begun
-        goes_later = one.phase is not last if is_begun else one.phase is Phase.WAITING and room >= 0
+        room -= not one.is_begun
+        goes_later = one.phase is not last if one.is_begun else one.phase is Passage.WAITING and room >= 0
         if other != key and goes_later and one.path == held[key].path and one.sender is not None:
             return other
     return None

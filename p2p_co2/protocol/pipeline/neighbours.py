@@ -26,9 +26,11 @@ _NUMBERS = 1 << 64
 class NeighbourPeer:
     """One of them. ``is_before``: it sends us forwards; else we send it ours. ``granted``: how many may be
     sent in all since we met; ``used``: how many were. ``ours``, ``theirs``: each side's number of the
-    meeting, 0 for its until it has said what crosses. ``durations``: from a forward that went there to its
-    gradient; ``is_late``: one was given up, and none has come since; ``drops``: how many it has dropped since
-    one came. More than a window of them is no one's death behind it."""
+    meeting, 0 for its until it has said what crosses.
+
+    ``durations``: from a forward that went there to its gradient. ``is_late``: one was given up, and none
+    has come since. ``drops``: how many it has dropped since one came; more than a window of them is no death
+    behind it."""
 
     is_before: bool
     ours: int

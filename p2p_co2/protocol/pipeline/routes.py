@@ -1,7 +1,7 @@
 """Who sends whom how much across one boundary: drawn anew each round, alike by all who see the same peers.
 
-Senders and receivers are each laid on [0, 1) in an order drawn from a seed, with lengths by tokens a second;
-where they overlap, that sender gives that receiver so much. Equal peers get a permutation: each sender has
+Senders and receivers are each laid on [0, 1) in an order drawn from a seed, with lengths by tokens a second.
+Where they overlap, that sender gives that receiver so much. Equal peers get a permutation: each sender has
 one receiver.
 
 Law: whatever the views of who is there, a sender's shares add up to 1. Views that differ cost balance, never

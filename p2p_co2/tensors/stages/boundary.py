@@ -23,10 +23,12 @@ from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors.codec import get_codec
 
-MOST_TIMES, MOST = 100.0, 1e6
-"""A root mean square is at most so many times the median of its sender's last ``RECENT``, and at most so
-large at all: beyond that squares and products overflow, and a peer that computes with it diverges."""
+MOST_TIMES = 100.0
+"""A root mean square is at most so many times the median of its sender's last ``RECENT``."""
+MOST = 1e6
+"""And at most so large at all: beyond that squares and products overflow."""
 RECENT = 64
+"""Payloads of a sender whose sizes are remembered."""
 MAX_SENDERS = 128
 SEVERAL = 4
 """Of a sender's last ``RECENT`` so many larger ones are scaled down, and each further one is refused. An
@@ -64,8 +66,8 @@ class Boundary:
 
 
 class UsualSizes:
-    """How large the values are that each sender sends: one payload that is far larger than its last ones
-    would be all of an inner step's gradient."""
+    """How large the values are that each sender sends. A payload far larger than its last ones would be all
+    of an inner step's gradient."""
 
     def __init__(self) -> None:
         self._recent: OrderedDict[Hashable, deque[float]] = OrderedDict()

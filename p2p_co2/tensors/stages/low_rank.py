@@ -9,9 +9,11 @@ With z as [tokens, width]: P = orth(z orth(Q)), Q = z^T P, and what is decoded i
 One step of the power method starts from the last Q, which any gradient may have left. In the papers' symbols
 z_k = g_k + e_{k-1} and e_k = z_k - C(z_k): PowerSGD (arXiv 1905.13727), lazy error propagation (2301.09830).
 
-Laws: the decoded and the rest add up to what was encoded; with A_k the inputs of the layer below,
-sum A_k^T C(z_k) = sum A_k^T g_k + sum_{k<K} (A_{k+1} - A_k)^T e_k - A_K^T e_K. A last one that is sent in
-another codec with the rest added (a flush) leaves that codec's error alone.
+Laws: the decoded and the rest add up to what was encoded. With A_k the inputs of the layer below::
+
+    sum A_k^T C(z_k) = sum A_k^T g_k + sum_{k<K} (A_{k+1} - A_k)^T e_k - A_K^T e_K
+
+A last one that is sent in another codec with the rest added (a flush) leaves that codec's error alone.
 
 Price: 16 r (tokens + width) bits, 2 tokens width / (r (tokens + width)) times fewer than fp32 (int4: 7.5).
 """

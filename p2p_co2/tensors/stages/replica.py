@@ -7,9 +7,9 @@
     theta <- Opt(theta, G / n)                               take(): G becomes the mean over n tokens
 
 Losses are sums over tokens, so ``n`` is the only normaliser. Between a forward and its backward the
-parameters stand still (drained inner steps), so the gradient is exact. What is held for a microbatch is its
-graph, as long as there is room for graphs; beyond, only its input and torch's random state, and the backward
-runs the forward again, bit for bit.
+parameters stand still (drained inner steps), so the gradient is exact. While there is room, a microbatch's
+graph is held. Beyond, it is its input and torch's random state: the backward runs the forward again, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Counted:
 
 
 @dataclass
-class _Held:
-    """For the backward: the input that requires a gradient (None at the first stage), and the output with its
-    graph, or the random state to make it again."""
+class _ForBackward:
+    """The input that requires a gradient (None at the first stage), and the output with its graph, or the
+    random state to make it again."""
 
     inputs: Any
     output: Tensor | None
@@ -62,7 +62,7 @@ class StageReplica:
         self._loss = loss
         self._graph_room_bytes = graph_room_bytes
         self._graph_bytes = 0
-        self._held: dict[Hashable, _Held] = {}
+        self._held: dict[Hashable, _ForBackward] = {}
         self.counted = Counted()
 
     @property
@@ -80,7 +80,7 @@ class StageReplica:
         random = None if keeps else random_state(one.device for one in self.module.parameters())
         with torch.set_grad_enabled(keeps), self._measured(keeps and not self._graph_bytes):
             output = self.module(inputs)
-        self._held[key] = _Held(inputs, output if keeps else None, random)
+        self._held[key] = _ForBackward(inputs, output if keeps else None, random)
         return output.detach()  # type: ignore[no-any-return]
 
     @property
@@ -151,7 +151,7 @@ class StageReplica:
                 parameter.grad.div_(counted.tokens)
         return counted
 
-    def _again(self, held: _Held) -> Tensor:
+    def _again(self, held: _ForBackward) -> Tensor:
         """The output, computed once more with its graph."""
         assert held.random is not None
         with random_state_kept(held.random), torch.enable_grad():

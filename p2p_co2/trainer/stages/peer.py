@@ -5,8 +5,8 @@
 
 To its stage's replicas it is an ordinary training peer (``Peer``): an inner step is ``microbatches`` that
 were counted, the outer step theirs. Laws: between the first forward of an inner step and its end the
-parameters stand still, so nothing is merged there; the training thread waits for microbatches and for nothing
-else, and how long is told (``StageProgress.waiting_s``).
+parameters stand still, so nothing is merged there. The training thread waits for microbatches and for nothing
+else; how long is told (``StageProgress.waiting_s``).
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from p2p_co2.trainer.stages.work import Crossings, Done, StageWork
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
 from p2p_co2.trainer.views import PipelineView
 
-TRAINED_COPIES, AGREED_COPIES = 4, 4
-"""Of the parameters: those in training, their gradient and two moments; and what is beside training."""
+TRAINED_COPIES = 4
+"""Of the parameters: those in training, their gradient and two moments."""
+AGREED_COPIES = 4
+"""Of the parameters, beside training."""
 
 
 def data_seed(run: RunConfig, peer: str, inner_steps: int) -> int:
@@ -46,8 +48,8 @@ def data_seed(run: RunConfig, peer: str, inner_steps: int) -> int:
 
 
 def sizes_of(run: RunConfig, crossings: Crossings, stage: int, cache_bytes: int) -> Sizes:
-    """What the replicas of ``stage`` have agreed on, and what there is room for: payloads of microbatches
-    that are under way here, in half of ``cache_bytes``. Graphs have the other."""
+    """What the replicas of ``stage`` have agreed on, and what there is room for. Half of ``cache_bytes`` is
+    for payloads of microbatches that are under way here, half for graphs."""
     pipeline = run.pipeline
     is_first = stage == 0
     is_last = stage == run.pipeline.stages - 1

@@ -171,9 +171,9 @@ class StageWork:
 
     def compute(self, work: Work) -> Done:
         """Forward, back, or the end of an inner step, whose optimizer step is the caller's. Where this
-        stage makes values that are not finite, ``refused`` is a ``ValueError``, and what this inner step has
-        counted is dropped: its gradient may be no better. Raises ``ConfigError`` for batches of one's own
-        that have run out or have another shape."""
+        stage makes values that are not finite, ``refused`` is a ``ValueError``. What this inner step has
+        counted is dropped then: its gradient may be no better. Raises ``ConfigError`` for batches of one's
+        own that have run out or have another shape."""
         try:
             if work.do is Do.BACKWARD:
                 return self._backward(work)
