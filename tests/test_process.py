@@ -324,3 +324,9 @@ async def test_a_limit_that_is_looked_at_far_too_late_begins_anew(monkeypatch: p
             await asyncio.sleep(0)
         assert bool(ended) is is_over, ahead_s
     await waiting
+
+
+def test_a_library_leaves_a_ctrl_c_to_its_program() -> None:
+    code = "import p2p_co2.swarm, p2p_co2.trainer, signal; print(signal.getsignal(signal.SIGINT).__name__)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert ended.stdout == "default_int_handler\n"

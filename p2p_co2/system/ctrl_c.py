@@ -2,9 +2,12 @@
 
 Programs call ``answer`` before they import what takes time. Amid an import the process ends at once, by the
 signal, which a shell shows as status 130. Some modules swallow a ``KeyboardInterrupt`` there, or report it as
-a failure of their own. At any other time it raises ``KeyboardInterrupt``, so that what is open is closed. A
-command that has more to do sets ``process.StopSignals`` in its place. A program that handles the signal
-itself keeps its handler. Of a Ctrl-C in the interpreter's own start, some 30 ms, Python may print where it was."""
+a failure of their own. At any other time it raises ``KeyboardInterrupt``, so that what is open is closed.
+
+A command that has more to do sets ``process.StopSignals`` in its place. A program that handles the signal
+itself keeps its handler. Of a Ctrl-C in the interpreter's own start, some 30 ms, Python may print where it
+was.
+"""
 
 from __future__ import annotations
 
