@@ -49,9 +49,9 @@ TOO_LARGE = {
 }
 """The classes that may be larger than the rule, each with its reason."""
 REACHED = {
-    "product lines": 52_341,
+    "product lines": 52_344,
     "lines of benchmarks": 5_097,
-    "test lines": 40_260,
+    "test lines": 40_265,
     "class names that stand for two things": 18,
     "module constants of time": 131,
     "numeric module constants": 515,
