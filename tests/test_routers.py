@@ -98,7 +98,7 @@ def test_a_peer_that_nobody_can_reach_is_told_what_to_do_when_somebody_is_there(
         ticket = start_seed(swarm, routers.add("seed"), tmp_path, "--no-relay")
         hidden, other = routers.add("peer", "symmetric"), routers.add("other", "symmetric")
         peer = swarm.start("peer", hidden.command(joining(ticket, tmp_path / "peer")))
-        wait_for("peers reached: 0, round", peer)
+        wait_for("Alone: 1 of 1 peers, round", peer)
         assert cure not in peer.last_lines(100)  # nobody is out of reach: nobody is there
         newcomer = swarm.start("newcomer", other.command(joining(ticket, tmp_path / "other")))
         wait_for("error: the others left at round", newcomer)  # it is not let to train the run anew, alone
