@@ -285,6 +285,29 @@ async def test_a_line_is_eased_while_our_queue_stands_before_it_and_never_for_go
     assert others_s or max(queues_s) < 0.4
 
 
+async def test_links_at_rest_hide_neither_a_slower_line_nor_the_queue_before_it() -> None:
+    """Of resting peers, of newcomers, of another stage's: 40 of them, and three that carry."""
+    uplink, grpc = Uplink(), FakeCarrier("grpc")
+    grpc.is_far = True
+    for place in range(43):
+        link = await grpc.connect(PeerRecord(peer=B))
+        link.queued_s = 0.25 if place < 3 else None
+        uplink.lanes.append(Lane(link=link))  # type: ignore[arg-type]
+    uplink.rate.bytes_per_s = 4e6
+    for lane in uplink.lanes[:3]:
+        lane.put(Bulk(bytes(10_000), None))
+    is_eased = False
+    for tick in range(1000):  # a megabyte a second comes to be there
+        uplink.watch(1000 + 0.01 * tick)
+        for lane in uplink.lanes[:3]:
+            lane.link.there_bytes += 3_333  # type: ignore[union-attr]
+            if uplink.wait_s(lane, 0.0, 1000 + 0.01 * tick) <= 0:
+                lane.turn = Turn()
+            is_eased |= uplink._line.bytes_per_s < uplink.rate.bytes_per_s
+    assert uplink.rate.bytes_per_s == pytest.approx(1e6, rel=0.1)
+    assert is_eased
+
+
 @pytest.mark.parametrize(("is_far", "line"), [(False, 1e-3), (True, FAST_BYTES_PER_S), (True, 0.0)])
 async def test_near_ways_and_lines_that_are_fast_or_not_known_need_no_turns(
     is_far: bool, line: float

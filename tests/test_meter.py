@@ -118,6 +118,17 @@ def test_one_that_says_it_has_all_at_once_makes_the_line_seem_little_faster(word
     assert Exchanges().send(3.0, {"b": 5e6}) == pytest.approx(5e6, rel=0.05)  # kernels count by themselves
 
 
+@pytest.mark.parametrize("honest", [3, 8, 60])
+def test_few_that_lie_together_when_the_others_have_done_move_nothing(honest: int) -> None:
+    others = "".join(map(chr, range(1000, 1000 + honest)))
+    made = Exchanges(receivers=others + "xy", words=others + "xy")
+    for _ in range(3):
+        made.send(3.0, evenly(1e6, others))
+        made.now -= 5.0  # no pause
+        shown = made.send(1.0, {"x": 4e6, "y": 4e6}, is_full=False)
+    assert shown < 1.1e6
+
+
 def test_turns_come_in_the_order_of_asking_and_keep_the_rate() -> None:
     pace = Pace(1000.0)
     assert [pace.admit_at(500, 10.0) for _ in range(4)] == [10.0, 10.5, 11.0, 11.5]

@@ -209,9 +209,13 @@ class Uplink:
 
     def watch(self, now: float) -> None:
         """Measure the line, when bulk is put, begins or ends to be carried, or the rate is asked."""
-        open_lanes = [lane for lane in self.lanes if lane.link is not None]
-        is_busy = any(lane.bulk or lane.carrying for lane in open_lanes)
-        self.rate.watch(is_busy, 2 * sum(bool(lane.bulk) for lane in open_lanes) > len(open_lanes), now)
+        busy = [lane for lane in self._open() if lane.bulk or lane.carrying]
+        waiting = sum(bool(lane.bulk) for lane in busy)
+        is_full = 2 * waiting > len(busy) and waiting >= min(2, len(self._open()))
+        self.rate.watch(bool(busy), is_full, now)
+
+    def _open(self) -> list[Lane]:
+        return [lane for lane in self.lanes if lane.link is not None]
 
     def _seen(self) -> dict[Link, Seen]:
         return {lane.link: lane.link.look() for lane in self.lanes if lane.link is not None}
@@ -246,7 +250,7 @@ class Uplink:
         if now - self._looked_at < LEAST_SPAN_S:
             return
         self._looked_at = now
-        far = [one.link for one in self.lanes if one.link is not None and one.is_far]
+        far = [one.link for one in self.lanes if one.link and one.is_far and (one.bulk or one.carrying)]
         some = far[:: -(-len(far) // MOST_LOOKED_AT) or 1]
         waits_s = sorted(waits for link in some if (waits := link.look().queued_s) is not None)
         self._waits_s = waits_s[len(waits_s) // COMMON_OF] if waits_s else 0.0

@@ -5,14 +5,16 @@ The kernel says it of a TCP connection, the other end of a libp2p link. ``LineRa
 of ``SEEN_S``. More than was shown counts at once, less by and by, and only while bulk waits for most peers:
 then it is our line that it waits for.
 
-Laws: of three receivers one that reads as it likes moves little; over any stretch the bytes that a ``Pace``
-admits are at most its rate times the length, and that of ``late_s``, plus one message. Price: with one or two
-receivers a liar among them is believed. See docs/design/lines-and-pacing.md.
+Laws: of three receivers or more, those that lie move little as long as they are fewer than half. Over any
+stretch the bytes that a ``Pace`` admits are at most its rate times the length, and that of ``late_s``, plus
+one message. Price: with one or two receivers a liar among them is believed. See
+docs/design/lines-and-pacing.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from statistics import median_low
 from typing import Any
 
 from p2p_co2.net.transport.flow import Seen
@@ -112,6 +114,8 @@ class LineRate:
         self._seen: Mapping[Any, Seen] = {}
         """What was there when the stretch began, and at last."""
         self._seen_at = -1e9
+        self._of_each: dict[Any, float] = {}
+        """Bytes per second over each link, when it carried something last."""
 
     def watch(self, is_busy: bool, is_full: bool, now: float) -> None:
         """``is_busy``: there is bulk to send, or on its way. ``is_full``: it waits for most peers."""
@@ -133,13 +137,17 @@ class LineRate:
 
     def _conclude(self, is_full: bool) -> bool:
         """Measure the stretch so far, and begin the next one; False if too little was carried."""
-        carried_bytes = _carried(self._began, self._seen)
-        if carried_bytes < MEASURABLE_BYTES:
+        nothing = Seen()
+        came = {
+            link: max(0, one.there_bytes - self._began.get(link, nothing).there_bytes)
+            for link, one in self._seen.items()
+        }
+        if sum(came.values()) < MEASURABLE_BYTES:
             return False
         took_s = self._seen_at - self._began_at
+        rate = self._believed({link: size_bytes / took_s for link, size_bytes in came.items()})
         self._began = self._seen
         self._began_at = self._seen_at
-        rate = carried_bytes / took_s
         known = self.bytes_per_s
         if rate > known:
             is_sure = took_s >= SEEN_S or not known
@@ -148,15 +156,13 @@ class LineRate:
             self.bytes_per_s += UNLEARNED * (rate - known)
         return True
 
-
-def _carried(began: Mapping[Any, Seen], seen: Mapping[Any, Seen]) -> int:
-    """Bytes that came to be there. Where there are three links or more, what one end alone says counts no
-    more than what came over any other."""
-    nothing = Seen()
-    came = {
-        link: max(0, one.there_bytes - began.get(link, nothing).there_bytes) for link, one in seen.items()
-    }
-    if len(came) > 2:
-        most = sorted(came.values())[-2]
-        came = {link: min(size, most) if seen[link].is_word else size for link, size in came.items()}
-    return sum(came.values())
+    def _believed(self, rates: Mapping[Any, float]) -> float:
+        """What came over all links together. Where three or more are known, what one end alone says counts
+        no more than the (lower) median of what each link carried last: few that lie together move it little.
+        """
+        latest = {link: rate or self._of_each.get(link, 0.0) for link, rate in rates.items()}
+        self._of_each = {link: rate for link, rate in latest.items() if rate}
+        if len(self._of_each) < 3:
+            return sum(rates.values())
+        most = median_low(self._of_each.values())
+        return sum(min(rate, most) if self._seen[link].is_word else rate for link, rate in rates.items())
