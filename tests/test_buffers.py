@@ -125,10 +125,19 @@ def test_a_donor_with_other_buffers_gives_none_and_is_no_liar(layout: int, size_
     assert not world.machines[D1].donor.buffers.are_wanted
 
 
+def test_who_asks_for_chunks_takes_no_wish_of_others_away() -> None:
+    world = asked()
+    chunk = Fetch(what=BUFFERS, fragment=GOAL.fragment, version=LAYOUT, want_chunk=True)
+    world.machines[D1].receive(chunk, D2, world.now)
+    assert world.machines[D1].donor.buffers.are_wanted
+
+
 def test_a_donor_that_has_none_any_more_is_left() -> None:
     world = asked()
-    for donor in (D1, D2):
-        world.machines[donor].donor.give_buffers(b"", world.now)
+    world.machines[D1].donor.give_buffers(b"", world.now)
+    chunk = Fetch(what=BUFFERS, fragment=GOAL.fragment, version=LAYOUT, want_chunk=True)
+    world.machines[D1].receive(chunk, LATE, world.now)  # which it was promised a moment ago: no offence
+    world.machines[D2].donor.give_buffers(b"", world.now)
     world.run()
     assert [type(event) for event in world.events] == [FetchFailed]
 

@@ -115,14 +115,15 @@ class NodeView:
         given.layout = buffers.layout
         given.size_bytes = buffers.size_bytes
         donors = self.live_trainers() if is_newcomer and buffers.size_bytes else []
-        asked = random.Random().sample(donors, min(len(donors), MAX_BUFFER_DONORS))
-        if not asked:
-            return bytearray()
-        within_s = len(asked) * (LOADS_S + buffers.size_bytes / EXPORT_SLOWEST_BYTES_PER_S)
-        peers = tuple(map(PeerId, asked))
-        goal = Goal(BUFFERS, len(self.node.agreed), buffers.layout, peers, size_bytes=buffers.size_bytes)
+        within_s = LOADS_S + buffers.size_bytes / EXPORT_SLOWEST_BYTES_PER_S
         node = self.node
-        return bytearray(await fetch_buffers(node.catchup, goal, within_s, node.now, node.pump))
+        for peer in random.Random().sample(donors, min(len(donors), MAX_BUFFER_DONORS)):
+            # One by one: of several the quickest would be taken, and a liar needs no training thread.
+            place = BUFFERS, len(node.agreed), buffers.layout
+            goal = Goal(*place, (PeerId(peer),), size_bytes=buffers.size_bytes)
+            if data := await fetch_buffers(node.catchup, goal, within_s, node.now, node.pump):
+                return bytearray(data)
+        return bytearray()
 
 
 class PipelineView:

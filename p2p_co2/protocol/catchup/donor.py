@@ -160,7 +160,8 @@ class Donor:
         """Answer a peer that is behind; raises ``RemoteProtocolError`` for a chunk that cannot be."""
         is_buffers = fetch.what == BUFFERS
         size = self.buffers.size_bytes if is_buffers else self.shape.bytes_of(fetch.what, fetch.fragment)
-        if fetch.want_chunk and chunk_at(fetch.chunk, size, self.shape.chunk_bytes).start >= size:
+        is_there = size or not is_buffers
+        if fetch.want_chunk and is_there and chunk_at(fetch.chunk, size, self.shape.chunk_bytes).start >= size:
             raise RemoteProtocolError("unknown chunk", f"{fetch.chunk} of {size} bytes")
         if is_buffers:
             self._serve_buffers(fetch, sender, now)
@@ -304,7 +305,7 @@ class Donor:
             else:
                 self._answer(fetch, peer, store.export.manifest)
         else:
-            store.are_wanted = not fetch.want_chunk
+            store.are_wanted |= not fetch.want_chunk
             self._refuse(fetch, peer, "not copied yet", again=True)
 
     # ---- answers
