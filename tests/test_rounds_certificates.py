@@ -25,7 +25,7 @@ from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import Identity, PeerId
 from tests.certificates import certify, signed_mean
 from tests.round_machine import DIGEST, SHAPE, begun_member, drain, offer_of, one_machine
-from tests.round_network import RUN, make_identity
+from tests.round_network import RUN, Faults, Network, make_identity
 
 IDS = sorted((make_identity(index) for index in range(3)), key=lambda one: one.peer_id)
 
@@ -81,6 +81,16 @@ def test_two_quorums_of_the_same_live_peers_share_one() -> None:
         # Of an even number, half decides only with the one that is first by hash (``Gathering``).
         quorums = [some for some in sets if is_quorum(some, live, peers[0])]
         assert all(one & other for one in quorums for other in quorums)
+
+
+@pytest.mark.parametrize("seed", [0, 8])
+def test_where_two_members_vote_differently_the_coordinators_vote_decides(seed: int) -> None:
+    """On late links each closes a part without the other's slice."""
+    net = Network(2, seed, Faults(0.02, 0.0, (0.01, 4.0)))
+    net.keep_offering(4.0)
+    net.run(100.0)
+    aborts = [event.reason for _, event in net.events if isinstance(event, Aborted)]
+    assert not [reason for reason in aborts if "signed the same mean" in reason]
 
 
 def test_what_no_honest_quorum_signs_is_refused() -> None:

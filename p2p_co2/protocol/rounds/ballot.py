@@ -99,10 +99,14 @@ class Ballot:
 
     def leading(self) -> bytes:
         """The digest that a quorum voted for; empty as long as there is none."""
-        best = max(self._counts, key=lambda voted: (self._counts[voted], voted), default=b"")
+        best = max(self._counts, key=self._weight, default=b"")
         if 2 * self._counts[best] < self._attempt.live:
             return b""
         return best if best and self._attempt.is_quorum(self._of(best)) else b""
+
+    def _weight(self, outcome: bytes) -> tuple[int, bool, bytes]:
+        """Where two have half of the votes each, the coordinator's is the one that may be a quorum."""
+        return self._counts[outcome], self._attempt.coordinator in self._of(outcome), outcome
 
     def voters(self) -> list[PeerId]:
         """Who voted for what leads."""
