@@ -41,6 +41,16 @@ with StopSignals(lambda: print("asked", flush=True)):
     while True:
         time.sleep(600)
 """
+IMPORTING = """
+import sys
+from p2p_co2.system.process import StopSignals
+sys.path.insert(0, sys.argv[1])
+try:
+    with StopSignals():
+        import takes_long
+except KeyboardInterrupt:
+    print("asked")
+"""
 FOLLOWING = """
 import os, signal, sys, time
 from p2p_co2.system.process import end_with_parent
@@ -89,6 +99,17 @@ def has_ended(pid: int) -> bool:
 
 
 # ---- the machine
+
+
+def test_who_is_asked_amid_an_import_stops_when_it_is_over(tmp_path: Path) -> None:
+    """Where what is imported swallows whatever happens meanwhile."""
+    code = "try:\n    print('amid', flush=True)\n    import time; time.sleep(2)\nexcept BaseException: pass\n"
+    (tmp_path / "takes_long.py").write_text(code + "print('over', flush=True)\n")
+    with started(IMPORTING, str(tmp_path)) as process:
+        assert line_of(process) == "amid"
+        process.send_signal(signal.SIGTERM)
+        assert [line_of(process), line_of(process)] == ["over", "asked"]
+        assert process.wait(BOUND_S) == 0
 
 
 @pytest.mark.parametrize(

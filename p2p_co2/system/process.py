@@ -18,6 +18,7 @@ import signal
 import socket
 import stat
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -175,14 +176,15 @@ class StopSignals:
     a child that was forked meanwhile they end it.
 
     ``ask`` runs in the main thread between two bytecodes: it may set a flag, or return True for a
-    ``KeyboardInterrupt``, which is the rule. Amid an import, which may swallow one, that ends the process,
-    too."""
+    ``KeyboardInterrupt``, which is the rule. An import may swallow one: it comes once that is over."""
 
     def __init__(self, ask: Callable[[], object] = lambda: True, *numbers: signal.Signals) -> None:
         self.ask = ask
         self._numbers = numbers or (signal.SIGINT, signal.SIGTERM)
         self._process = os.getpid()
         self.asked = False
+        self._is_put_off = self._is_due = False
+        """An interrupt waits for the end of an import; and the signal that comes now stands for it."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -193,23 +195,39 @@ class StopSignals:
     def __exit__(self, *error: object) -> None:
         while self._before:
             signal.signal(*self._before.popitem())
+        if self._is_put_off:
+            self._is_put_off = False
+            raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # such as a DataLoader's worker
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        elif not self.asked:
+        elif not self.asked or self._is_due:
+            is_first = not self.asked
             self.asked = True
-            if self.ask() is not True:
+            self._is_due = False
+            if is_first and self.ask() is not True:
                 return
-            if not is_importing(frame):
-                raise KeyboardInterrupt
+            self._is_put_off = is_importing(frame)
+            if self._is_put_off:
+                threading.Thread(target=self._send_again, args=(number,), daemon=True).start()
+                return
+            raise KeyboardInterrupt
         for pid in processes_below(os.getpid()):
             with suppress(ProcessLookupError):  # it was faster
                 os.kill(pid, signal.SIGKILL)
         if os.isatty(1) and select.select([], [1], [], 0)[1]:  # not one that is stopped
             os.write(1, GIVE_BACK)
         os._exit(128 + signal.SIGINT)
+
+    def _send_again(self, number: int) -> None:
+        main = threading.main_thread().ident or 0
+        while self._is_put_off and is_importing(sys._current_frames().get(main)):
+            time.sleep(0.02)
+        if self._is_put_off:
+            self._is_due = True
+            os.kill(self._process, number)
 
 
 def say(text: str) -> None:
