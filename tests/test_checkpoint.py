@@ -149,6 +149,24 @@ def test_one_of_the_same_step_stands_beside_the_earlier_one(tmp_path: Path) -> N
     assert load(tmp_path).path.name == "state-000000000010-003"
 
 
+def test_any_number_of_one_step_may_follow_each_other(tmp_path: Path) -> None:
+    (first,) = saved(tmp_path, 10)
+    first.rename(tmp_path / "state-000000000010-999")
+    saved(tmp_path, 10, 10)
+    assert names(tmp_path) == ["state-000000000010-1000", "state-000000000010-1001"]
+    assert load(tmp_path).path.name == "state-000000000010-1001"
+
+
+def test_copies_under_names_of_the_users_own_are_neither_read_nor_removed(tmp_path: Path) -> None:
+    (first,) = saved(tmp_path, 10)
+    own = ["state-000000000010-001.bak", "state-keep", "state-keep.set-aside"]
+    for name in own:
+        shutil.copytree(first, tmp_path / name)
+    saved(tmp_path, 20, 30)
+    assert names(tmp_path) == sorted([*own, "state-000000000020-001", "state-000000000030-001"])
+    assert load(tmp_path).inner_steps == 30
+
+
 # ---- against a reference
 
 
@@ -454,12 +472,37 @@ def test_what_a_forger_says_is_believed_only_as_far_as_it_fits(
         assert list(parts.read(path, lambda name: True)[0]["x"].shape) == rows["x"][1]
 
 
+@pytest.mark.parametrize(
+    ("place", "lie"),
+    [
+        (("metadata", "past"), "[[1]]"),
+        (("metadata", "past"), "[" * 100_000),
+        (("metadata", "position"), "0x1p99999"),
+        (("parts", 0, 0), float("inf")),
+    ],
+    ids=["shape", "depth", "number", "size"],
+)
+def test_what_a_forger_sealed_falls_back_to_the_previous(
+    tmp_path: Path, place: tuple[str | int, ...], lie: object
+) -> None:
+    earlier, path = saved(tmp_path, 10, 20)
+    table = json.loads((path / parts.MANIFEST).read_text())
+    del table["sha256"]
+    inner = table
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = lie
+    seal = hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+    (path / parts.MANIFEST).write_text(json.dumps(table | {"sha256": seal}))
+    assert load(tmp_path).path == earlier
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_not_read_that_would_take_all_memory(tmp_path: Path, name: str) -> None:
     path = forged(tmp_path / "state", {}, {"0:x": X})
     with (path / name).open("r+b") as file:
         file.truncate(1 << 40)
-    with pytest.raises(parts.Damaged, match="larger than one can be"):
+    with pytest.raises(parts.Damaged, match=r"larger than one can be|another size"):
         parts.read(path, lambda name: True)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ from p2p_co2.tensors.outer import OuterState
 _FORMAT = "p2p-co2 checkpoint 3"
 _KEPT = 2
 _SET_ASIDE = ".set-aside"
+_NAME = re.compile(r"state-(\d{12})(?:-(\d{3,18})|\.safetensors)")
+"""What we write, and earlier versions wrote. Other names are the user's own: neither read nor removed."""
 _OTHER_VERSION = "not a checkpoint of this version; p2p-co2 of its time goes on from it"
 
 
@@ -262,7 +265,7 @@ def _newest(folder: Path, wanted: Callable[[str], bool], otherwise: str = "") ->
             passed_over.append(f"{path.name}: {error}")
         except parts.Damaged as error:
             passed_over.append(f"{path.name}: {error}")
-        except (RemoteProtocolError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (RemoteProtocolError, *parts.NOT_OURS) as error:
             # The digest was right, so somebody wrote this; it is not ours to read all the same.
             passed_over.append(f"{path.name}: its content is not a checkpoint ({error})")
     if refused is not None:
@@ -278,16 +281,23 @@ def _candidates(folder: Path) -> Iterator[Path]:
     """Newest first. A file is what an earlier version wrote."""
     try:
         is_one = folder.is_file() or (folder / parts.MANIFEST).exists()
-        found = [path for path in folder.glob("state-*") if path.suffix != _SET_ASIDE]
+        found = [path for path in folder.glob("state-*") if _NAME.fullmatch(path.name)]
     except OSError as error:
         raise EnvironmentFault(f"cannot read {folder}: {error.strerror}; check its permissions") from error
-    yield from [folder] if is_one else sorted(found, reverse=True)
+    yield from [folder] if is_one else sorted(found, key=_place, reverse=True)
+
+
+def _place(path: Path) -> tuple[int, int]:
+    """(inner steps, number) of a checkpoint of ours, by its name."""
+    name = _NAME.match(path.name)
+    assert name is not None
+    return int(name[1]), int(name[2] or 0)
 
 
 def _new_path(folder: Path, inner_steps: int) -> Path:
     """Where nothing was written yet: two of one step are told apart by a further number."""
     name = f"state-{inner_steps:012d}-"
-    taken = [int(path.name.removeprefix(name)[:3]) for path in folder.glob(f"{name}[0-9][0-9][0-9]*")]
+    taken = [_place(path)[1] for path in folder.glob(f"{name}*") if _NAME.match(path.name)]
     return folder / f"{name}{max(taken, default=0) + 1:03d}"
 
 
@@ -299,13 +309,14 @@ def _prune(folder: Path, written: Path) -> None:
     """
     older = []
     for path in _candidates(folder):
-        if path > written:
+        if _place(path) > _place(written):
             with contextlib.suppress(OSError):
                 path.replace(path.with_suffix(_SET_ASIDE))
-        elif path < written:
+        elif path != written:
             older.append(path)
-    aside = sorted(folder.glob(f"state-*{_SET_ASIDE}"), reverse=True)
-    passed = [path for path in aside if path.stem <= written.stem]
+    named = [path for path in folder.glob(f"state-*{_SET_ASIDE}") if _NAME.fullmatch(path.stem)]
+    aside = sorted(named, key=_place, reverse=True)
+    passed = [path for path in aside if _place(path) <= _place(written)]
     for path in {*older[_KEPT - 1 :], *aside[1:], *passed}:
         if path.is_file():
             with contextlib.suppress(OSError):

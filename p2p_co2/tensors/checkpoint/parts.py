@@ -58,6 +58,10 @@ _MOST_MANIFEST_BYTES = 16 << 20
 """For some 100,000 tensors: reading takes up to 17 times as much memory."""
 _MOST_DIMENSIONS = 64
 _MOST_NUMEL = 1 << 48
+NOT_OURS = (
+    ValueError, LookupError, TypeError, AttributeError, RecursionError, ArithmeticError, MemoryError,
+)  # fmt: skip
+"""What reading words of others raises where they say what we never write."""
 """With each extent of 0 taken as 1: beside one the sizes of files do not bound the others."""
 
 
@@ -219,16 +223,23 @@ def _write_fault(path: Path, place: Path, error: OSError) -> EnvironmentFault:
 def _read(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """It may be anybody's, so nothing in it is believed before it is checked."""
     metadata, rows, parts = _parse(_content(path / MANIFEST, _MOST_MANIFEST_BYTES))
-    room = sum(_file(path / _part_name(number)).stat().st_size for number in range(len(parts)))
+    for number, (size, _) in enumerate(parts):
+        if not _file(path / _part_name(number)).stat().st_size == size <= _MOST_PART_BYTES:
+            raise Damaged(f"{_part_name(number)} is not what was written: another size")
+    room = sum(size for size, _ in parts)
     kept = {name: row for name, row in rows.items() if wanted(name)}
     if sum(math.prod(shape) * dtype.itemsize for dtype, shape in kept.values()) > room:
         raise Damaged("its tensors are larger than its parts")
-    tensors = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, (dtype, shape) in kept.items()}
+    try:
+        tensors = {name: torch.empty(row[1], dtype=row[0], device="cpu") for name, row in kept.items()}
+    except RuntimeError:
+        problem = f"no memory for the {room >> 20} MiB of {path}; free some, or use a larger machine"
+        raise EnvironmentFault(problem) from None
     filled = dict.fromkeys(tensors, 0)
     for number, (size, digest) in enumerate(parts):
         data = _content(path / _part_name(number), _MOST_PART_BYTES)
         if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
-            raise Damaged(f"{_part_name(number)} is not what was written: another size or sha256")
+            raise Damaged(f"{_part_name(number)} is not what was written: another sha256")
         for name, start, piece in _pieces_of(data):
             if (out := tensors.get(name)) is not None:
                 flat = out.view(-1).view(torch.uint8)
@@ -291,5 +302,5 @@ def _parse(
                 raise Damaged(f"{name} has an impossible shape")
             rows[name] = DTYPES[dtype], tuple(shape)
         return metadata, rows, [(int(size), str(digest)) for size, digest in manifest["parts"]]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except NOT_OURS as error:
         raise Damaged(f"its manifest is not readable ({type(error).__name__})") from error
