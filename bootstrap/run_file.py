@@ -48,7 +48,7 @@ blend_alpha = 0.5              # rule "blend" only
 blocking_rounds = 0            # training waits (bounded) for so many first exchanges of each fragment
 
 [aggregation]
-rule = "centred"               # how the peers' slices become a mean: centred, or mean (no defence)
+rule = ""                      # how slices become a mean: centred, or mean (no defence); "": by weight_cap
 
 [pipeline]                     # a model that fits no peer: cut into stages, of which a peer holds one
 stages = 1                     # 1: every peer holds the whole model

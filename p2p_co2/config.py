@@ -110,7 +110,7 @@ class OuterConfig(_Frozen):
 class AggregationConfig(_Frozen):
     """``rule``: how the slices that the peers sent for a part become one mean. "centred" lets no slice pull
     harder, nor lie further from the others, than most do (centred clipping, Karimireddy, He and Jaggi 2021).
-    "mean" is the weighted mean, without that defence. Left out it is "centred", or "mean" where
+    "mean" is the weighted mean, without that defence. Left out or empty it is "centred", or "mean" where
     ``weight_cap`` is 0."""
 
     rule: str = "centred"
@@ -213,8 +213,9 @@ class RunConfig(_Frozen):
         if not isinstance(settings, dict):
             return settings
         filled = {name: value for name, value in settings.items() if (name, value) != ("cells", 1)}
-        if filled.get("weight_cap") == 0:
-            filled.setdefault("aggregation", {"rule": implied_rule(0)})
+        table = filled.get("aggregation", {})
+        if isinstance(table, dict) and not table.get("rule"):
+            filled["aggregation"] = table | {"rule": implied_rule(filled.get("weight_cap", 1))}
         return filled
 
     @field_validator("weight_cap")

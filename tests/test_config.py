@@ -169,6 +169,9 @@ def test_the_aggregation_rule_is_the_run_files_and_one_that_is_implied_changes_n
     named = RunConfig(aggregation=AggregationConfig(rule="mean"))
     assert named.digest() != RunConfig().digest()
     assert RunConfig.from_canonical_bytes(named.canonical_bytes()) == named
+    for settings in ({}, {"rule": ""}):
+        given = RunConfig.model_validate({"weight_cap": 0.0, "aggregation": settings})
+        assert given == RunConfig(weight_cap=0.0)
     for settings in ({"rule": "median"}, {"rule": "centred"}):
         with pytest.raises(ValidationError, match="use"):
             RunConfig.model_validate({"weight_cap": 0.0, "aggregation": settings})
