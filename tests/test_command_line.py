@@ -211,6 +211,8 @@ def test_options_come_from_the_environment_and_the_command_line_wins(
     with pytest.raises(SystemExit) as end:
         cli.main(["seed"])
     assert end.value.code == 2
+    assert "P2P_CO2_PORT" in capsys.readouterr().err
+    monkeypatch.setenv("P2P_CO2_HELP", "1")  # a flag of the line alone
     monkeypatch.setenv("P2P_CO2_TICKET", "p2pco2-x")
     assert cli.main(["join"]) == 2
     assert "the ticket is damaged" in capsys.readouterr().err

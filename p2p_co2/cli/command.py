@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from bootstrap.options import says
 from p2p_co2.config import PeerConfig
@@ -82,7 +83,30 @@ def add(
     app.command(
         name, short_help=short, epilog=ENVIRONMENT if is_service else None, rich_help_panel=group,
         context_settings=SETTINGS | (FROM_ENVIRONMENT if is_service else {}), hidden=hidden,
+        cls=_Service if is_service else None,
     )(command)  # fmt: skip
+
+
+class _Service(TyperCommand):
+    """A command whose options can come from the environment: a mistake there names the variable."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            name = error.param.name if error.param is not None else None
+            source = ctx.get_parameter_source(name) if name else None
+            if name and source is not None and source.name == "ENVIRONMENT":
+                error.message = f"{error.message} It is from the environment: {variable_of(name)}."
+            raise
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Those that help does not name are not taken from the environment; nor is ``--help``."""
+        params: list[Any] = list(super().get_params(ctx))
+        for one in params:
+            if getattr(one, "hidden", False) or one.name == "help":
+                one.allow_from_autoenv = False
+        return params
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
