@@ -7,6 +7,7 @@ markup or control characters. Price: a frame twice a second at most, some millis
 
 from __future__ import annotations
 
+import io
 import itertools
 import sys
 import time
@@ -141,6 +142,8 @@ def watch_feed(feed: Feed, seconds: float = 0.0, console: Console | None = None)
 
 def print_status(facts: SwarmFacts, *, is_short: bool = False) -> None:
     """How the run is in a line, and unless it ``is_short`` what a live view would show."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal or a log in another encoding
     print(f"{plain(facts.run or 'a run', 64)}: {plain(facts.how, 300)}")
     if facts.has_figures and not is_short:
         console = Console(width=None if sys.stdout.isatty() else 150)

@@ -160,8 +160,8 @@ class Donor:
         """Answer a peer that is behind; raises ``RemoteProtocolError`` for a chunk that cannot be."""
         is_buffers = fetch.what == BUFFERS
         size = self.buffers.size_bytes if is_buffers else self.shape.bytes_of(fetch.what, fetch.fragment)
-        is_there = size or not is_buffers
-        if fetch.want_chunk and is_there and chunk_at(fetch.chunk, size, self.shape.chunk_bytes).start >= size:
+        starts_at = chunk_at(fetch.chunk, size, self.shape.chunk_bytes).start
+        if fetch.want_chunk and starts_at >= size and (size or not is_buffers):
             raise RemoteProtocolError("unknown chunk", f"{fetch.chunk} of {size} bytes")
         if is_buffers:
             self._serve_buffers(fetch, sender, now)
