@@ -58,11 +58,11 @@ _MOST_MANIFEST_BYTES = 16 << 20
 """For some 100,000 tensors: reading takes up to 17 times as much memory."""
 _MOST_DIMENSIONS = 64
 _MOST_NUMEL = 1 << 48
+"""With each extent of 0 taken as 1: beside one the sizes of files do not bound the others."""
 NOT_OURS = (
     ValueError, LookupError, TypeError, AttributeError, RecursionError, ArithmeticError, MemoryError,
 )  # fmt: skip
 """What reading words of others raises where they say what we never write."""
-"""With each extent of 0 taken as 1: beside one the sizes of files do not bound the others."""
 
 
 class Values(Protocol):
