@@ -398,7 +398,7 @@ class HeldFragment:
         self._base_version = self._apply_at = self._sent_at = 0
 
     @property
-    def state(self) -> outer.OuterState:
+    def state(self) -> outer.AgreedState:
         return self._peers[0].state
 
     def boundary(self, step: int) -> None:

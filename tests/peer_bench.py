@@ -19,11 +19,11 @@ from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.trainer import synchroniser
-from p2p_co2.trainer.exchanged_model import Plan, check_model
+from p2p_co2.trainer.exchanged_model import TrainingSetup, check_model
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.peer import Peer
-from p2p_co2.trainer.rates import Rates
+from p2p_co2.trainer.rates import LearningRates
 from p2p_co2.trainer.session import Participation
 from p2p_co2.trainer.synchroniser import Progressed
 from tests.trainer_bench import RecordingWire
@@ -92,10 +92,10 @@ class Lone:
         self.ledger = TensorWorker(codec, parts)
         self.wire = NoNetwork(name)
         config = PeerConfig(folder=folder, checkpoint_every_s=checkpoint_every_s)
-        rates = Rates(optimizer, learning_rate, self.wire.warn)
+        rates = LearningRates(optimizer, learning_rate, self.wire.warn)
         if start.inner_steps:
             rates.resumed()
-        plan = Plan(self.run, config, fragments, model, optimizer)
+        plan = TrainingSetup(self.run, config, fragments, model, optimizer)
         self.peer = Peer(cast(Participation, self.wire), self.ledger, plan, rates, start)
         self.sync, self.folder = self.peer._sync, folder
         self.draw = torch.Generator().manual_seed(sum(name.encode()))

@@ -43,7 +43,7 @@ RUN = RunConfig(name="tested", fragments=2)
 Maker = Callable[[Any], torch.optim.Optimizer]
 
 
-def stepped(numel: int, steps: int, seed: int = 0) -> outer.OuterState:
+def stepped(numel: int, steps: int, seed: int = 0) -> outer.AgreedState:
     generator = torch.Generator().manual_seed(seed)
     state = outer.init(torch.randn(numel, generator=generator))
     for version in range(steps):
@@ -51,7 +51,7 @@ def stepped(numel: int, steps: int, seed: int = 0) -> outer.OuterState:
     return state
 
 
-def same(left: outer.OuterState, right: outer.OuterState) -> bool:
+def same(left: outer.AgreedState, right: outer.AgreedState) -> bool:
     return (
         torch.equal(left.params, right.params)
         and torch.equal(left.momentum, right.momentum)
@@ -110,7 +110,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_state_bytes_by_hand() -> None:
-    state = outer.OuterState(3, torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.0]), 0.25, (1.0, 2.0, 3.0))
+    state = outer.AgreedState(3, torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.0]), 0.25, (1.0, 2.0, 3.0))
     header = b"p2pco2s\x01" + struct.pack("<QQdQdddd", 3, 2, 0.25, 3, 1, 2, 3, 0)
     data = header + struct.pack("<ffff", 1, -2, 0.5, 0)
     assert agreed.state_bytes(state) == data

@@ -226,7 +226,7 @@ OUTERS = [
 @pytest.mark.parametrize("size", [7, 3 * 65536 + 11])
 @pytest.mark.parametrize("factor", [1.0, 1e-30, 1e-38, 1e30])
 def test_outer_steps(config: OuterConfig, size: int, factor: float, both_ways: BothWays) -> None:
-    def two_steps() -> list[tuple[outer.OuterState, outer.StepReport]]:
+    def two_steps() -> list[tuple[outer.AgreedState, outer.StepReport]]:
         state = outer.init(torch.randn(size, generator=torch.Generator().manual_seed(1)))
         steps = []
         for seed in (2, 3):

@@ -29,8 +29,8 @@ def union_mean(gradients: list[Tensor], tokens: list[int], uses: int = 2) -> Enc
 
 
 def stepped(
-    config: OuterConfig, state: outer.OuterState, mean: Encoded | Tensor, late: int
-) -> outer.OuterState:
+    config: OuterConfig, state: outer.AgreedState, mean: Encoded | Tensor, late: int
+) -> outer.AgreedState:
     largest = None if isinstance(mean, Tensor) else mean.largest()
     return outer.step(config, state, mean, max(0, state.version - late), largest=largest)[0]
 
@@ -45,7 +45,7 @@ def drawn(seed: int, count: int, values: int = 300) -> list[Tensor]:
     return [torch.randint(-512, 513, (values,), generator=generator) / 1024 for _ in range(count)]
 
 
-def same(one: outer.OuterState, other: outer.OuterState) -> bool:
+def same(one: outer.AgreedState, other: outer.AgreedState) -> bool:
     return torch.equal(one.params, other.params) and torch.equal(one.momentum, other.momentum)
 
 

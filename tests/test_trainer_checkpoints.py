@@ -43,8 +43,8 @@ from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.tensors.names import named_buffers
 from p2p_co2.trainer import resuming
 from p2p_co2.trainer import saver as saver_module
-from p2p_co2.trainer.exchanged_model import Plan
-from p2p_co2.trainer.rates import Rates
+from p2p_co2.trainer.exchanged_model import TrainingSetup
+from p2p_co2.trainer.rates import LearningRates
 from p2p_co2.trainer.saver import Saver
 from p2p_co2.wire.identity import PeerId
 from tests.trainer_bench import Bench
@@ -67,7 +67,7 @@ class Saving:
             change(self.model, self.optimizer)
         config = PeerConfig(folder=folder, checkpoint_every_s=ARE_NONE_DUE_S)
         fragments = plan_fragments(self.model, 2)
-        self.plan = Plan(self.bench.run, config, fragments, self.model, self.optimizer)
+        self.plan = TrainingSetup(self.bench.run, config, fragments, self.model, self.optimizer)
         self.saver = Saver(
             self.plan, self.bench.ledger, self.bench.sync, self.bench.exchanged.live, self.bench.wire.report
         )
@@ -641,7 +641,7 @@ def rates_after_resume(
     model = Net()
     optimizer = adam(model)
     scheduler = make(optimizer)
-    rates = Rates(optimizer, None, told.append)
+    rates = LearningRates(optimizer, None, told.append)
     assert resume(folder, model, optimizer) == []
     rates.resumed()
     if kept:

@@ -17,7 +17,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
-from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
+from p2p_co2.trainer.exchanged_model import ExchangedModel, TrainingSetup
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S, SYSTEM, Progressed, Source, Synchroniser
@@ -110,7 +110,7 @@ class Bench:
         LEDGERS.append(self.ledger)
         self.wire = RecordingWire()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        setup = Plan(self.run, PeerConfig(), plan, self.model, self.optimizer)
+        setup = TrainingSetup(self.run, PeerConfig(), plan, self.model, self.optimizer)
         self.exchanged = ExchangedModel(setup, lambda text: None)
         self.sync = Synchroniser(
             self.run, self.exchanged, self.ledger, cast(Any, self.wire), Progressed(), source

@@ -45,7 +45,7 @@ _OWN_FRAGMENT = 0.25
 
 
 @dataclass(frozen=True)
-class Slice:
+class ParameterSlice:
     """Elements ``start`` to ``stop`` of the parameter ``name``, in row-major order whatever its strides."""
 
     name: str
@@ -58,7 +58,7 @@ class Fragment:
     """Slices that synchronise together; its flat layout is their concatenation, ``numel`` elements."""
 
     index: int
-    slices: tuple[Slice, ...]
+    slices: tuple[ParameterSlice, ...]
     numel: int
 
 
@@ -124,7 +124,7 @@ def plan_of_table(table: Table) -> FragmentPlan:
     ``TypeError`` if it is none."""
     fragments = list[Fragment]()
     for index, rows in enumerate(table):
-        parts = tuple(Slice(str(name), int(start), int(stop)) for name, _, start, stop in rows)
+        parts = tuple(ParameterSlice(str(name), int(start), int(stop)) for name, _, start, stop in rows)
         fragments.append(Fragment(index, parts, sum(part.stop - part.start for part in parts)))
     return FragmentPlan(tuple(fragments), _table_digest(table))
 
@@ -208,7 +208,7 @@ def _strided(units: Sequence[_Unit], count: int) -> list[_Unit]:
     return [units[at] for at in order]
 
 
-def _cut_apart(units: Sequence[_Unit], count: int) -> list[list[Slice]] | None:
+def _cut_apart(units: Sequence[_Unit], count: int) -> list[list[ParameterSlice]] | None:
     """Blocks and the rest as fragments of their own, or None where that would make uneven fragments."""
     blocks = [unit for unit in units if unit.block is not None]
     rest = [unit for unit in units if unit.block is None]
@@ -232,18 +232,18 @@ def _cut_apart(units: Sequence[_Unit], count: int) -> list[list[Slice]] | None:
     return None
 
 
-def _cut_together(units: Sequence[_Unit], count: int) -> list[list[Slice]]:
+def _cut_together(units: Sequence[_Unit], count: int) -> list[list[ParameterSlice]]:
     """One tape for everything: blocks first, strided, then the rest."""
     blocks = [unit for unit in units if unit.block is not None]
     rest = [unit for unit in units if unit.block is None]
     return _cut([*_strided(blocks, count), *rest], count, _SNAP)
 
 
-def _sizes(pieces: Sequence[Sequence[Slice]]) -> list[int]:
+def _sizes(pieces: Sequence[Sequence[ParameterSlice]]) -> list[int]:
     return [sum(part.stop - part.start for part in piece) for piece in pieces]
 
 
-def _cut(tape: Sequence[_Unit], count: int, snap: float) -> list[list[Slice]]:
+def _cut(tape: Sequence[_Unit], count: int, snap: float) -> list[list[ParameterSlice]]:
     """Cut a tape of at least ``count`` elements into ``count`` near-equal runs."""
     ends = [0]
     for unit in tape:
@@ -265,9 +265,9 @@ def _cut(tape: Sequence[_Unit], count: int, snap: float) -> list[list[Slice]]:
     return [_slices(tape, ends, start, stop) for start, stop in pairwise(cuts)]
 
 
-def _slices(tape: Sequence[_Unit], ends: Sequence[int], start: int, stop: int) -> list[Slice]:
+def _slices(tape: Sequence[_Unit], ends: Sequence[int], start: int, stop: int) -> list[ParameterSlice]:
     return [
-        Slice(unit.name, max(start, begin) - begin, min(stop, end) - begin)
+        ParameterSlice(unit.name, max(start, begin) - begin, min(stop, end) - begin)
         for unit, begin, end in zip(tape, ends, ends[1:], strict=False)
         if begin < stop and end > start
     ]
@@ -378,7 +378,7 @@ class LiveParameters:
                 for name, parameter in self._exchanged():
                     parameter.copy_(kept[name])
 
-    def _move_copies(self, parameter: Tensor, part: Slice, keep: float, addend: Tensor) -> None:
+    def _move_copies(self, parameter: Tensor, part: ParameterSlice, keep: float, addend: Tensor) -> None:
         """By what is about to be added to ``part`` of the parameter."""
         at = slice(part.start, part.stop)
         for copy in self.copies(part.name):
@@ -388,7 +388,7 @@ class LiveParameters:
             if not copy.is_contiguous():
                 copy.copy_(flat.view(copy.shape))
 
-    def slices(self, index: int) -> Sequence[Slice]:
+    def slices(self, index: int) -> Sequence[ParameterSlice]:
         """Of fragment ``index``: what of it lies here."""
         return self._plan.fragments[index].slices
 
@@ -449,7 +449,7 @@ class LiveParameters:
                 f"fragment {index} is float32 ({numel},), not {values.dtype} {tuple(values.shape)}"
             )
 
-    def _slices(self, index: int) -> Iterator[tuple[Tensor, Slice, slice]]:
+    def _slices(self, index: int) -> Iterator[tuple[Tensor, ParameterSlice, slice]]:
         """Parameter, its slice, and where that lies in the flat fragment."""
         at = 0
         for part in self._plan.fragments[index].slices:
@@ -457,7 +457,7 @@ class LiveParameters:
             yield self._parameters[part.name], part, slice(at, stop)
             at = stop
 
-    def _with(self, index: int, values: Tensor) -> Iterator[tuple[Tensor, Slice, slice, Tensor]]:
+    def _with(self, index: int, values: Tensor) -> Iterator[tuple[Tensor, ParameterSlice, slice, Tensor]]:
         """As ``_slices``, with ``values`` on the parameter's device: one transfer per device."""
         there: dict[torch.device, Tensor] = {}
         for parameter, part, at in self._slices(index):

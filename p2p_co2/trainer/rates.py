@@ -44,7 +44,7 @@ class _Held:
     rise: float = math.inf
 
 
-class Rates:
+class LearningRates:
     """Of one optimizer, by group; the training thread's. ``factor`` of the position, in rounds; None leaves
     the rates to the program. ``warn`` is told once if somebody else sets them too.
 
