@@ -35,7 +35,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +43,6 @@ import torch
 from common import (
     Bench,
     Figures,
-    Worker,
     bench,
     command,
     joined,
@@ -115,24 +113,9 @@ def _phases_of(name: str, cores: Sequence[int], options: argparse.Namespace) -> 
         name="exposure", recipe=RECIPE, recipe_options=model, recipe_digest=recipe_digest(RECIPE, model),
         fragments=FRAGMENTS, clock=ClockConfig(mode="time", round_s=ROUND_S),
     )  # fmt: skip
-    with ExitStack() as stack:
-        swarm = stack.enter_context(bench())
-        swarm.start_seed(settings)
-        peers = [
-            stack.enter_context(
-                Worker(
-                    __file__,
-                    "phases",
-                    name,
-                    index,
-                    swarm.folder,
-                    swarm.ticket,
-                    options.device,
-                    *options.model,
-                )
-            )
-            for index in range(LAYOUTS[name].peers)
-        ]
+    with bench(settings) as swarm:
+        told = (swarm.folder, swarm.ticket, options.device, *options.model)
+        peers = [swarm.ask(__file__, "phases", name, index, *told) for index in range(LAYOUTS[name].peers)]
         for peer in peers:
             peer.answer()
         table = Timetable(time.time() + LEAD_S, options.phase_s, options.pairs)
@@ -323,8 +306,7 @@ def _straggler_case(options: argparse.Namespace, slow: tuple[float, float]) -> F
         name="straggler", recipe=OWN_LOOP, fragments=2, codec=CodecConfig(name="int4"),
         clock=ClockConfig(mode="time", round_s=STRAGGLER_ROUND_S),
     )  # fmt: skip
-    with bench() as swarm:
-        swarm.start_seed(settings)
+    with bench(settings) as swarm:
         names = [f"peer{number}" for number in range(FAST + 1)]
         for number, name in enumerate(names):
             times, share = slow if number == FAST else (1.0, 1.0)

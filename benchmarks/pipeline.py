@@ -116,8 +116,7 @@ def grown(swarm: Bench, names: Sequence[str], seconds: float) -> dict[str, tuple
 
 def chain(settings: RunConfig, line: str, seconds: float) -> dict[str, tuple[float, float]]:
     """``grown`` of one replica of each stage, all behind such lines."""
-    with bench(grace_s=2.0) as swarm:
-        swarm.start_seed(settings)
+    with bench(settings, grace_s=2.0) as swarm:
         names = [f"stage{stage}" for stage in range(settings.pipeline.stages)]
         for stage, name in enumerate(names):
             join(swarm, name, stage, "--slow-line", line)
@@ -182,8 +181,7 @@ def kills(options: argparse.Namespace) -> Figures:
     """A peer is killed every 20 s, and a newcomer comes at once."""
     random_ = random.Random(options.seed)
     every_s = 20.0
-    with bench(grace_s=2.0) as swarm:
-        swarm.start_seed(run_of(2, 16, "int8", 10.0, 2, bulk=20_000))
+    with bench(run_of(2, 16, "int8", 10.0, 2, bulk=20_000), grace_s=2.0) as swarm:
         lives = {f"s{stage}-{replica}": Life(stage) for stage in range(2) for replica in range(2)}
         children = {name: join(swarm, name, life.stage) for name, life in lives.items()}
         wait_until_counted(swarm, list(lives), 32)
@@ -255,8 +253,7 @@ def slow(options: argparse.Namespace) -> Figures:
     of_capacity, each = list[float](), list[Figures]()
     names = [f"s{stage}-{replica}" for stage in range(2) for replica in range(3)]
     for _ in range(options.turns):
-        with bench(grace_s=2.0) as swarm:
-            swarm.start_seed(run_of(2, 32, "int8", round_s=10.0))
+        with bench(run_of(2, 32, "int8", round_s=10.0), grace_s=2.0) as swarm:
             for name in names:
                 join(swarm, name, int(name[1]), slower=4.0 if name == "s1-0" else 1.0)
             wait_until_counted(swarm, names, 64)
