@@ -95,6 +95,16 @@ class Swarm:
             time.sleep(0.05)
         raise AssertionError(f"{name}: no {count} x {kind.__name__} in {bound_s} s\n{self.log(name)[-2000:]}")
 
+    def said(self, name: str, pattern: str) -> re.Match[str]:
+        """Wait until it is in the process's log."""
+        ends_at = time.monotonic() + START_BOUND_S
+        while time.monotonic() < ends_at:
+            if found := re.search(pattern, self.log(name)):
+                return found
+            assert self.processes[name].poll() is None, self.log(name)
+            time.sleep(0.05)
+        raise AssertionError(f"no {pattern} in {self.log(name)}")
+
     def finished(self, name: str) -> PeerFinished:
         (event,) = [event for event in self.events(name) if isinstance(event, PeerFinished)]
         return event

@@ -224,14 +224,11 @@ def test_agreed_state_has_the_same_bits_whatever_the_number_of_threads() -> None
         assert (end.mean_square, end.moved_norms) == (ends[0].mean_square, ends[0].moved_norms)
 
 
-# ---- faults
-
-
 # ---- in the old state's memory, of a mean as it travelled
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("clip", ["none", "elementwise", "rms"])
+@pytest.mark.parametrize("clip", ["none", "rms"])
 @pytest.mark.parametrize("has_kernel", [True, False])
 @pytest.mark.parametrize("reuse", ["momentum", "all"])
 def test_reused_memory_and_pieces_give_the_same_bits(
@@ -241,7 +238,7 @@ def test_reused_memory_and_pieces_give_the_same_bits(
         monkeypatch.setattr(passes, "kernel", None)
     torch.manual_seed(1)
     config = plain(rule="co2", momentum=0.7, gap_penalty=True, nesterov=nesterov, clip=clip, clip_phi=0.9)
-    coder, size = get_codec("fp16"), (1 << 18) + 77
+    coder, size = get_codec("fp16"), (1 << 17) + 77
     state, mine = outer.init(torch.randn(size)), outer.init(torch.zeros(size))
     mine.params.copy_(state.params)
     for version in range(4):

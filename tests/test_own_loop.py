@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 from p2p_co2.config import OWN_LOOP, ClockConfig, RunConfig
 from p2p_co2.telemetry.events import RoundCommitted
 from p2p_co2.tensors.checkpoint.folder import load
-from tests.swarms import ENVIRONMENT, ROOT, START_BOUND_S, Swarm, swarm
+from tests.swarms import ENVIRONMENT, ROOT, Swarm, swarm
 
 pytestmark = pytest.mark.swarm
 KINDS: list[tuple[str, list[str], list[str]]] = [
@@ -127,16 +126,6 @@ def begin(running: Swarm, name: str, folder: Path, script: Path, *words: str) ->
         )  # fmt: skip
 
 
-def found_in(running: Swarm, name: str, pattern: str) -> re.Match[str]:
-    ends_at = time.monotonic() + START_BOUND_S
-    while time.monotonic() < ends_at:
-        if found := re.search(pattern, running.log(name)):
-            return found
-        assert running.processes[name].poll() is None, running.log(name)
-        time.sleep(0.05)
-    raise AssertionError(f"no {pattern} in {running.log(name)}")
-
-
 def test_an_own_loop_as_users_write_it(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
@@ -149,7 +138,7 @@ def test_an_own_loop_as_users_write_it(tmp_path: Path) -> None:
         folders = {name: tmp_path / name for name in ("a", "b")}
         for seed, (name, folder) in enumerate(folders.items()):
             begin(running, name, folder, script, str(seed), "4")
-        address = found_in(running, "a", r"board (http\S+)")[1]
+        address = running.said("a", r"board (http\S+)")[1]
         with urllib.request.urlopen(address, timeout=120) as page:
             assert page.status == 200, "our board, not the user's module"
         for name, folder in folders.items():
@@ -161,6 +150,6 @@ def test_an_own_loop_as_users_write_it(tmp_path: Path) -> None:
             assert "Traceback" not in running.log(name), running.log(name)
             assert (folder / "published.pt").exists()
         begin(running, "again", folders["a"], script, "0", "1")
-        assert int(found_in(running, "again", r"resumed at step (\d+)")[1]) > 0
+        assert int(running.said("again", r"resumed at step (\d+)")[1]) > 0
         running.wait("again")
         assert "published True" in running.log("again"), running.log("again")

@@ -485,20 +485,6 @@ async def test_a_state_that_a_round_made_meanwhile_is_not_taken_over_and_offers_
     assert ledger.outcomes.qsize() == told + 1  # it was in flight still
 
 
-def test_parameters_that_are_not_finite_are_reset_to_the_agreed_ones() -> None:
-    ledger = make_ledger()
-    called = []
-    snapshot = torch.full((BLOCK,), math.nan)
-    future = ledger.submit_offer(0, snapshot, OfferState(b"ours"), called.append)
-    future.result()
-    outcome = ledger.outcomes.get_nowait()
-    assert not called
-    assert outcome.merge is not None
-    assert outcome.merge.keep == 0.0
-    assert "not finite" in outcome.trouble
-    assert outcome.ended == OfferState(b"ours")
-
-
 def told(bench: Bench) -> list[str]:
     """What a person is told, from now on."""
     heard = list[str]()
@@ -613,11 +599,3 @@ def test_steps_of_no_tokens_are_told_when_there_were_ten(bench: Bench) -> None:
     for _ in range(20):
         bench.sync.after_step(0, math.nan)
     assert len(heard) == 1
-
-
-def test_the_worker_is_one_thread_and_close_ends_it() -> None:
-    ledger = make_ledger()
-    asyncio.run(ledger.export(0))
-    worker = ledger.thread
-    ledger.close()
-    assert not any(thread.is_alive() for thread in worker._threads)

@@ -309,17 +309,10 @@ ODD: dict[str, tuple[Callable[[nn.Module, Any], None], str]] = {
         of_buffer(torch.eye(3).to_sparse()),
         "the buffer kept (a tensor of layout sparse_coo)",
     ),
-    "a wide complex buffer": (of_buffer(torch.zeros(2, dtype=torch.complex128)), "a tensor of complex128"),
     "an object in a group": (of_group(Odd()), "'kept' of a group (a Odd)"),
-    "a function in a group": (of_group(print), "'kept' of a group"),
-    "an object in a state": (of_state(Odd()), "the state of a parameter (a Odd)"),
     "no state_dict": (
         without_state_dict(NotImplementedError("gather it first")),
         "raises NotImplementedError: gather it first",
-    ),
-    "a state_dict that asserts": (
-        without_state_dict(AssertionError("one group")),
-        "AssertionError: one group",
     ),
 }
 
@@ -500,12 +493,10 @@ def same_states(left: Optimizer, right: Optimizer) -> bool:
         lambda model: Adam(model.parameters(), lr=torch.tensor(0.1)),
         lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
         lambda model: SGD(model.parameters(), lr=0.1),
-        lambda model: torch.optim.LBFGS(model.parameters()),
+        lambda model: torch.optim.LBFGS(model.parameters(), max_iter=2),
         lambda model: torch.optim.Adafactor(model.parameters()),
-        lambda model: torch.optim.NAdam(model.parameters()),
-        lambda model: torch.optim.Rprop(model.parameters()),
     ],
-    ids=["Adam", "groups", "AMSGrad", "tensor-lr", "momentum", "SGD", "LBFGS", "Adafactor", "NAdam", "Rprop"],
+    ids=["Adam", "groups", "AMSGrad", "tensor-lr", "momentum", "SGD", "LBFGS", "Adafactor"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_goes_on_with_the_inner_optimizer_that_was_saved(
@@ -598,28 +589,9 @@ def test_frozen_parameters_stay_where_the_model_came_from(tmp_path: Path) -> Non
     ids=["Exponential", "Step", "Cosine", "Lambda", "OneCycle"],
 )
 def test_a_scheduler_goes_on_from_the_rate_that_was_saved(tmp_path: Path, make: Any) -> None:
-    model = Net()
-    optimizer = adam(model)
-    scheduler = make(optimizer)
-    expected = []
-    for step in range(6):
-        if step == 3:
-            write(tmp_path, model, optimizer)
-            kept = scheduler.state_dict()
-        optimizer.step()
-        scheduler.step()
-        expected.append(optimizer.param_groups[0]["lr"])
-    again = Net()
-    other = adam(again)
-    later = make(other)
-    assert resume(tmp_path, again, other) == []
-    later.load_state_dict(kept)
-    rates = []
-    for _ in range(3):
-        other.step()
-        later.step()
-        rates.append(other.param_groups[0]["lr"])
-    assert rates == pytest.approx(expected[3:])
+    expected, found, told = rates_after_resume(tmp_path, make, 3, kept=True)
+    assert found == pytest.approx(expected)
+    assert not told
 
 
 def rates_after_resume(
