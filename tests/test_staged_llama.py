@@ -35,9 +35,10 @@ from p2p_co2.trainer.gather import gather_folders
 from p2p_co2.trainer.stages.peer import StagePeer, TrainedGroup
 from p2p_co2.trainer.stages.work import Crossings, Done, StageWork
 from p2p_co2.wire.identity import PeerId
+from tests.stage_line import Line
 from tests.test_docs import DOCS, ROOT, blocks
 from tests.test_model_command import asked
-from tests.test_recipe_stages import Line, checkpoint_of
+from tests.test_recipe_stages import checkpoint_of
 
 PAGE = DOCS / "how-to" / "transformers-in-stages.md"
 EXAMPLE = ROOT / "examples" / "staged_llama.py"
@@ -90,7 +91,7 @@ def test_it_trains_in_two_stages_and_goes_out_as_the_library_loads_it(
 ) -> None:
     run = run_of(recipe)
     made = load_run_recipe(run, recipe)
-    line = Line(made, run)
+    line = Line.of(made, run)
     losses = [line.step(4) for _ in range(12)]
     assert losses[-1] < losses[0] - 1.0
     folders = [tmp_path / f"stage-{stage}" for stage in range(2)]
@@ -170,7 +171,7 @@ class Told:
 @pytest.mark.parametrize("norm", [None, 1e-3])
 def test_each_stage_is_clipped_by_its_own_norm(recipe: str, norm: float | None) -> None:
     made = load_run_recipe(run := run_of(recipe), recipe)
-    line, wire = Line(made, run), Told()
+    line, wire = Line.of(made, run), Told()
     before = [copy.deepcopy(module) for module in line.modules]
     done = Done(Work(Do.STEP))
     for work in line.works:
