@@ -318,13 +318,6 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
          "bos_token_id": 0, "eos_token_id": 0},
         TEXT,
     ),
-    "an encoder and a decoder, tied": (
-        "T5ForConditionalGeneration",
-        {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2,
-         "decoder_start_token_id": 0},
-        TEXT,
-    ),
-    "an encoder": ("BertForMaskedLM", {**SMALL, "intermediate_size": 32}, TEXT),
     "a vision model": (
         "ViTForImageClassification",
         {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
