@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from p2p_co2.errors import ConfigError, LocalProtocolError
 from p2p_co2.system.memory import POOLED_BYTES, large_buffer
 from p2p_co2.tensors.device import await_computed, is_accelerator
-from p2p_co2.tensors.names import named_modules, named_parameters, unwrapped
+from p2p_co2.tensors.names import named_modules, named_parameters, trained_parameters, unwrapped
 from p2p_co2.tensors.outer import Merge
 from p2p_co2.tensors.private import class_of
 
@@ -60,6 +60,14 @@ class Fragment:
     index: int
     slices: tuple[ParameterSlice, ...]
     numel: int
+
+    def parts(self) -> Iterator[tuple[ParameterSlice, slice]]:
+        """Its slices, and where each lies in the flat layout."""
+        at = 0
+        for part in self.slices:
+            stop = at + part.stop - part.start
+            yield part, slice(at, stop)
+            at = stop
 
 
 @dataclass(frozen=True)
@@ -90,11 +98,7 @@ def plan_fragments(module: nn.Module, count: int) -> FragmentPlan:
 
     Raises ``ConfigError`` if there are fewer trainable elements than fragments.
     """
-    shapes = {
-        name: tuple(parameter.shape)
-        for name, parameter in named_parameters(module).items()
-        if parameter.requires_grad and parameter.numel() > 0
-    }
+    shapes = {name: tuple(parameter.shape) for name, parameter in trained_parameters(module).items()}
     units = list(_units(module))
     total = sum(unit.numel for unit in units)
     if count < 1 or total < count:
@@ -108,15 +112,18 @@ def plan_fragments(module: nn.Module, count: int) -> FragmentPlan:
         Fragment(index, tuple(slices), sum(part.stop - part.start for part in slices))
         for index, slices in enumerate(pieces)
     )
-    return FragmentPlan(fragments, _digest(fragments, shapes))
+    return FragmentPlan(fragments, _table_digest(plan_table(fragments, shapes)))
 
 
 Table = list[list[list[Any]]]
 
 
-def plan_table(plan: FragmentPlan, shapes: Mapping[str, tuple[int, ...]]) -> Table:
-    """``plan`` as JSON: of each fragment the slices, [name, shape, start, stop] each."""
-    return _table(plan.fragments, shapes)
+def plan_table(fragments: Sequence[Fragment], shapes: Mapping[str, tuple[int, ...]]) -> Table:
+    """A plan's ``fragments`` as JSON: of each the slices, [name, shape, start, stop] each."""
+    return [
+        [[part.name, list(shapes[part.name]), part.start, part.stop] for part in fragment.slices]
+        for fragment in fragments
+    ]
 
 
 def plan_of_table(table: Table) -> FragmentPlan:
@@ -136,37 +143,21 @@ def named_values(
     parameter's shape, host memory."""
     named = dict[str, Tensor]()
     for fragment, values in zip(plan.fragments, flat, strict=True):
-        at = 0
-        for part in fragment.slices:
+        for part, at in fragment.parts():
             if part.name not in named:
                 named[part.name] = torch.empty(shapes[part.name], dtype=torch.float32, device="cpu")
-            stop = at + part.stop - part.start
-            named[part.name].view(-1)[part.start : part.stop] = values[at:stop]
-            at = stop
+            named[part.name].view(-1)[part.start : part.stop] = values[at]
     return named
-
-
-def _table(fragments: Sequence[Fragment], shapes: Mapping[str, tuple[int, ...]]) -> Table:
-    return [
-        [[part.name, list(shapes[part.name]), part.start, part.stop] for part in fragment.slices]
-        for fragment in fragments
-    ]
 
 
 def _table_digest(table: Table) -> bytes:
     return hashlib.sha256(b"p2p-co2 plan\0" + json.dumps(table, separators=(",", ":")).encode()).digest()
 
 
-def _digest(fragments: Sequence[Fragment], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-    return _table_digest(_table(fragments, shapes))
-
-
 def _units(module: nn.Module) -> Iterator[_Unit]:
     """Trainable parameters in the module's order, tied ones once."""
     prefix = _block_list(module)
-    for name, parameter in named_parameters(module).items():
-        if not parameter.requires_grad or parameter.numel() == 0:
-            continue
+    for name, parameter in trained_parameters(module).items():
         key = name[len(prefix) :].split(".", 1)[0] if prefix is not None and name.startswith(prefix) else ""
         yield _Unit(name, parameter.numel(), int(key) if key.isdigit() else None)
 
@@ -451,11 +442,8 @@ class LiveParameters:
 
     def _slices(self, index: int) -> Iterator[tuple[Tensor, ParameterSlice, slice]]:
         """Parameter, its slice, and where that lies in the flat fragment."""
-        at = 0
-        for part in self._plan.fragments[index].slices:
-            stop = at + part.stop - part.start
-            yield self._parameters[part.name], part, slice(at, stop)
-            at = stop
+        for part, at in self._plan.fragments[index].parts():
+            yield self._parameters[part.name], part, at
 
     def _with(self, index: int, values: Tensor) -> Iterator[tuple[Tensor, ParameterSlice, slice, Tensor]]:
         """As ``_slices``, with ``values`` on the parameter's device: one transfer per device."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from p2p_co2.tensors.private import inner_module, names_not_saved, own_modules, own_tensors
 
@@ -50,6 +51,17 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
                 seen.add(id(parameter))
                 found[f"{path}.{name}" if path else name] = parameter
     return found
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Those that fragments hold, by plain name, in the module's order."""
+    named = named_parameters(module).items()
+    return {name: one for name, one in named if one.requires_grad and one.numel()}
+
+
+def owned_by(optimizer: Optimizer) -> list[Tensor]:
+    """Its parameters, in the order in which a ``state_dict`` numbers them."""
+    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:

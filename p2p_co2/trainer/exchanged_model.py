@@ -10,7 +10,7 @@ parameters train in fp64 and are exchanged in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,7 +22,13 @@ from torch.optim import Optimizer
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, ParameterSlice, named_values
-from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names
+from p2p_co2.tensors.names import (
+    named_buffers,
+    named_parameters,
+    owned_by,
+    shared_names,
+    trained_parameters,
+)
 from p2p_co2.tensors.outer import AgreedState, Merge
 from p2p_co2.tensors.private import is_batch_norm, is_fully_sharded
 from p2p_co2.tensors.sharding import is_sharded, shard, trouble_with_cut
@@ -108,7 +114,7 @@ class ExchangedModel:
 
     def _glance(self) -> list[object]:
         """All that ``look`` goes by, quick to gather and to compare."""
-        found: list[object] = [id(tensor) for tensor in _owned(self._plan.optimizer)]
+        found: list[object] = [id(tensor) for tensor in owned_by(self._plan.optimizer)]
         for one in self._plan.model.parameters():
             found += (id(one), one.requires_grad, one.dtype, None if is_lazy(one) else one.shape)
         return found
@@ -240,12 +246,6 @@ def _is_like(one: object, parameter: Tensor) -> bool:
     return isinstance(one, Tensor) and one.is_floating_point() and one.shape == parameter.shape
 
 
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Those that fragments hold, by plain name, in the model's order."""
-    named = named_parameters(model).items()
-    return {name: one for name, one in named if one.requires_grad and one.numel()}
-
-
 def check_model(model: nn.Module, optimizer: Optimizer, in_group: bool = False) -> None:
     """Raise ``ConfigError`` unless a swarm can train ``model`` with ``optimizer``. Reads every trainable
     value that lies here once; changes nothing. ``in_group``: the ranks of one hold it together."""
@@ -359,13 +359,8 @@ def _check_places(trained: Mapping[str, Tensor]) -> None:
             )  # fmt: skip
 
 
-def _owned(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _check_owners(trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-    owned = {id(tensor) for tensor in _owned(optimizer)}
+    owned = {id(tensor) for tensor in owned_by(optimizer)}
     lacking = [name for name, parameter in trained.items() if id(parameter) not in owned]
     if len(lacking) == len(trained):
         raise _wrong(
@@ -382,7 +377,7 @@ def _check_owners(trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> 
 
 def _check_strangers(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
     known = {id(parameter) for parameter in parameters}
-    for tensor in _owned(optimizer):
+    for tensor in owned_by(optimizer):
         if id(tensor) not in known and tensor.requires_grad:
             raise _wrong(
                 "optimizer",

@@ -23,10 +23,10 @@ from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import swarm_digest
 from p2p_co2.tensors.device import random_state_kept
-from p2p_co2.tensors.names import unwrapped
+from p2p_co2.tensors.names import trained_parameters, unwrapped
 from p2p_co2.tensors.pretrained import full_state
 from p2p_co2.tensors.sharding import shard
-from p2p_co2.trainer.exchanged_model import ExchangedModel, TrainingSetup, trained_parameters
+from p2p_co2.trainer.exchanged_model import ExchangedModel, TrainingSetup
 from p2p_co2.trainer.figures import loss_of, tokens_of
 from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.rates import LearningRates

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from p2p_co2.errors import ConfigError, LocalProtocolError
 from p2p_co2.tensors.fragments import FragmentPlan, ParameterSlice, large_tensor
-from p2p_co2.tensors.names import named_buffers, named_parameters
+from p2p_co2.tensors.names import named_buffers, named_parameters, trained_parameters
 from p2p_co2.tensors.outer import AgreedState
 
 Names = Sequence[Mapping[str, str]]
@@ -73,8 +73,8 @@ def whole_names(whole: nn.Module, stages: Sequence[nn.Module]) -> list[dict[str,
         for stage in stages
     ]
     pairs = zip(found, stages, strict=True)
-    trained = [names.get(name, "") for names, stage in pairs for name in _trained(stage)]
-    if sorted(trained) != sorted(_trained(whole)):
+    trained = [names.get(name, "") for names, stage in pairs for name in trained_parameters(stage)]
+    if sorted(trained) != sorted(trained_parameters(whole)):
         problem = "the whole model must be made of the very parameters of its stages, each once"
         raise ConfigError("recipe", "stages", f"{problem}; correct what joins them")
     return found
@@ -84,15 +84,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**named_parameters(module), **named_buffers(module, persistent=True)}
 
 
-def _trained(module: nn.Module) -> list[str]:
-    return [name for name, one in named_parameters(module).items() if one.requires_grad and one.numel()]
-
-
 def _parts(plan: FragmentPlan, flat: Sequence[Tensor]) -> Iterator[tuple[ParameterSlice, Tensor]]:
     """All slices of all fragments, and where their values lie in ``flat``, the fragments' values."""
     for fragment, values in zip(plan.fragments, flat, strict=True):
-        at = 0
-        for part in fragment.slices:
-            stop = at + part.stop - part.start
-            yield part, values[at:stop]
-            at = stop
+        yield from ((part, values[at]) for part, at in fragment.parts())

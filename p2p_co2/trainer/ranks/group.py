@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from p2p_co2.errors import ConfigError
-from p2p_co2.tensors.names import named_buffers, named_parameters
+from p2p_co2.tensors.names import named_buffers, named_parameters, trained_parameters
 from p2p_co2.tensors.sharding import is_sharded, whole
-from p2p_co2.trainer.exchanged_model import check_model, trained_parameters
+from p2p_co2.trainer.exchanged_model import check_model
 from p2p_co2.trainer.model_summary import values_digest
 from p2p_co2.trainer.ranks.collectives import Ranks, error_of, text_of
 from p2p_co2.trainer.ranks.parameters import Group

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from p2p_co2.tensors.checkpoint.tree import say, unsay
 from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, ParameterSlice, large_tensor
+from p2p_co2.tensors.names import owned_by
 from p2p_co2.tensors.outer import Merge
 from p2p_co2.tensors.sharding import as_sharded, held, is_sharded, shard, whole
 from p2p_co2.trainer.ranks.collectives import Ranks
@@ -191,11 +192,6 @@ def _share(parameter: Tensor, part: ParameterSlice) -> tuple[ParameterSlice, sli
 
 def _room(dtype: str, shape: Sequence[int]) -> Tensor:
     return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="cpu")
-
-
-def owned_by(optimizer: Optimizer) -> list[Tensor]:
-    """Its parameters, in the order in which a ``state_dict`` numbers them."""
-    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 class StateOfAnotherShape:
