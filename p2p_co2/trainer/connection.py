@@ -21,6 +21,7 @@ from p2p_co2.node.node import Node
 from p2p_co2.protocol.pipeline import Place
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.recipes.sizes import stage_sizes
+from p2p_co2.rule_specs import AGGREGATION_RULES
 from p2p_co2.system.extras import missing
 from p2p_co2.system.memory import use_one_arena
 from p2p_co2.system.process import say
@@ -358,6 +359,7 @@ class Connection:
         shape = PayloadShape(
             codec.block_bytes, blocks, run.clock.round_s if is_timed else 0.0,
             chunk_bytes=ledger.chunk_bytes, weight_cap=run.weight_cap, counts_steps=not is_timed,
+            cuts=AGGREGATION_RULES[run.aggregation.rule].cuts,
         )  # fmt: skip
         sizes = [state_size_bytes(fragment.numel) for fragment in fragments]
         summary = summarise(plan.model, plan.fragments, {} if plan.group is None else plan.group.frozen)
