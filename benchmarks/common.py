@@ -199,18 +199,6 @@ class Worker:
         self.close()
 
 
-@contextmanager
-def workers_of(made: Sequence[Worker]) -> Iterator[Sequence[Worker]]:
-    """Workers that end with the block: all are let go, then each is waited for."""
-    try:
-        yield made
-    finally:
-        for worker in made:
-            worker.release()
-        for worker in made:
-            worker.close()
-
-
 # ---- swarms
 
 
