@@ -48,16 +48,18 @@ class Swarm:
             time.sleep(0.05)
         raise AssertionError(f"the seed gave no ticket: {self.log('seed')}")
 
-    def start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
-        """Start a process whose output goes to ``<name>.log``."""
+    def start(self, name: str, command: list[str], home: Path = ROOT) -> subprocess.Popen[bytes]:
+        """Start a process whose output goes to ``<name>.log``, in the folder ``home``, whose modules it may
+        import."""
+        modules = {"PYTHONPATH": f"{home}{os.pathsep}{ROOT}"}
         with (self.folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=ENVIRONMENT,
-                cwd=ROOT,
+                env=ENVIRONMENT | modules,
+                cwd=home,
             )
         self.processes[name] = process
         return process
