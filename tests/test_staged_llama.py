@@ -26,10 +26,9 @@ from transformers import (
 )
 
 from p2p_co2.config import PipelineConfig, RunConfig
-from p2p_co2.errors import ConfigError
 from p2p_co2.protocol.pipeline import Key, Place, Work
 from p2p_co2.protocol.pipeline.machine import Do
-from p2p_co2.recipes import Recipe, load_run_recipe, recipe_digest
+from p2p_co2.recipes import load_run_recipe, recipe_digest
 from p2p_co2.tensors.checkpoint.folder import save
 from p2p_co2.trainer.gather import gather_folders
 from p2p_co2.trainer.stages.peer import StagePeer, TrainedGroup
@@ -214,15 +213,3 @@ def test_a_token_that_is_nearly_nothing_is_no_hostile_gradient(recipe: str) -> N
             done = work.compute(Work(Do.BACKWARD, Key(1, number), *told))
             assert not done.refused
     assert {work.replica.counted.microbatches for work in works} == {len(texts)}
-
-
-def test_a_shorter_last_batch_says_what_to_do(recipe: str) -> None:
-    made: Recipe = load_run_recipe(run_of(recipe), recipe)
-    stages = made.in_stages(2)
-    inputs, side = next(made.batches(0, 2))
-    first = StageWork(
-        stages, stages.build(0, 0), 0, Crossings.of(stages, inputs, side, "int8", "int8"),
-        iter([(inputs[:1], side[:1])]),
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match="pad, or drop the last"):
-        first.compute(Work(Do.FORWARD, Key(1, 1)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from p2p_co2.recipes.byte_gpt import ByteGPT, ByteGPTStage, Shape, next_token_sum, stage_edges
+from p2p_co2.recipes.byte_gpt import ByteGPTStage, Shape, next_token_sum, stage_edges
 from p2p_co2.recipes.stages import Stages
 from p2p_co2.tensors.stages import Boundary, Counted, StageReplica, UsualSizes
 from p2p_co2.tensors.stages.boundary import MOST_TIMES, SEVERAL
@@ -72,26 +72,6 @@ def test_a_dropped_microbatch_is_in_neither_sum() -> None:
     assert module.weight.grad is not None
     torch.testing.assert_close(module.weight.grad, x.sum(0).expand(4, 4) / 2)
     assert replica.take() == Counted()
-
-
-def test_a_stage_is_drawn_from_its_number_alone() -> None:
-    stages = byte_stages(4)
-    before = torch.get_rng_state()
-    alone = stages.build(3, 2).state_dict()
-    assert torch.equal(before, torch.get_rng_state())
-    other = stages.build(3, 1).state_dict()["blocks.1.mix_in.weight"]
-    again = stages.build(3, 2).state_dict()
-    assert all(torch.equal(alone[name], again[name]) for name in alone)
-    assert not torch.equal(alone["blocks.2.mix_in.weight"], other)
-
-
-def test_stages_hold_what_the_whole_model_holds() -> None:
-    whole = sum(p.numel() for p in ByteGPT(SHAPE).parameters())
-    head = SHAPE.width * SHAPE.vocab_size
-    for count in range(1, 5):
-        stages = byte_stages(count)
-        parts = sum(p.numel() for stage in range(count) for p in stages.build(0, stage).parameters())
-        assert parts == whole + head
 
 
 def test_what_crosses_is_known_without_computing() -> None:

@@ -524,19 +524,26 @@ def test_a_loop_of_ones_own_listens_where_the_command_line_does(tmp_path: Path, 
     assert peer_config(None, {}).host == "127.0.0.1"
 
 
-@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO, errno.ENOSPC, 0])
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        *((OSError(number, "nobody reads it"), False) for number in (errno.EPIPE, errno.EIO, errno.ENOSPC)),
+        (OSError(errno.EACCES, "it is somebody else's"), True),
+        (ValueError("a bug of the caller's"), True),
+    ],
+)
 def test_a_callback_that_fails_ends_the_training_unless_only_its_terminal_is_gone(
-    tmp_path: Path, number: int
+    tmp_path: Path, error: Exception, ends: bool
 ) -> None:
     def on_event(event: ev.Event) -> None:
-        raise OSError(number, "nobody reads it") if number else ValueError("a bug of the caller's")
+        raise error
 
     me = Identity.load_or_create(tmp_path / "identity").peer_id
     ticket = Ticket(bytes(32), me, (f"/ip4/127.0.0.1/tcp/1/p2p/{me}",))
     session = Session(ticket, PeerConfig(folder=tmp_path), on_event)
-    with nullcontext() if number else pytest.raises(ValueError, match="of the caller's"):
+    with pytest.raises(type(error)) if ends else nullcontext():
         session.on_event(ev.Warned(at=0.0, peer=me, text="something"))
-    assert (session.failure is None) == bool(number)
+    assert session.failure is (error if ends else None)
     session.close()
 
 
