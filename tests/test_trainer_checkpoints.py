@@ -13,7 +13,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -548,15 +548,14 @@ def test_a_state_keeps_its_dtype_whatever_its_parameters_is(tmp_path: Path) -> N
 @pytest.mark.parametrize("was_wrapped", [True, False])
 def test_a_compiled_model_and_a_plain_one_go_on_from_each_other(tmp_path: Path, was_wrapped: bool) -> None:
     model, again = Net(), Net()
-    wrapped, unwrapped = (
-        (torch.compile(model, backend="eager"), again),
-        (model, torch.compile(again, backend="eager")),
+    saved, resumed = (
+        cast(nn.Module, torch.compile(one, backend="eager")) if is_wrapped else one
+        for one, is_wrapped in ((model, was_wrapped), (again, not was_wrapped))
     )
-    saved, resumed = wrapped if was_wrapped else unwrapped
-    optimizer, other = adam(saved), adam(resumed)  # type: ignore[arg-type]
+    optimizer, other = adam(saved), adam(resumed)
     train(model, optimizer)
-    write(tmp_path, saved, optimizer)  # type: ignore[arg-type]
-    assert resume(tmp_path, resumed, other) == []  # type: ignore[arg-type]
+    write(tmp_path, saved, optimizer)
+    assert resume(tmp_path, resumed, other) == []
     assert same_states(optimizer, other)
     assert torch.equal(model.norm.running_mean, again.norm.running_mean)
 
