@@ -42,11 +42,6 @@ def endless() -> Iterator[TestSwarm]:
         yield swarm
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def alone(endless: TestSwarm, monkeypatch: pytest.MonkeyPatch) -> TestSwarm:
     """Who joins it need not wait long for those who were there before."""

@@ -40,15 +40,6 @@ EXAMPLE = f"{ROOT / 'examples' / 'staged_recipe.py'}:make"
 SMALL: dict[str, str | int | float | bool] = {"width": 32, "blocks": 4}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Steps this small need no more, and a second would wait for whatever else runs here."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run_of(stages: int, name: str = BYTE_GPT, options: Any = TINY, fragments: int = 3) -> RunConfig:
     """As its organiser publishes it."""
     pipeline = PipelineConfig(stages=stages, sequences=2)
