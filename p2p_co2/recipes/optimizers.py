@@ -159,3 +159,8 @@ class Optimizers(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(type(part).__name__ for part in self.parts)})"
+
+
+def as_one(made: Any) -> Any:
+    """A list of optimizers as one; anything else as it is, for ``check_model`` to look at."""
+    return Optimizers(made) if isinstance(made, list | tuple) else made
