@@ -268,7 +268,7 @@ def _peer(codec: str, values: str, carrier: str, index: str, place: str) -> None
     ticket, folder = place.split(",", 1)
     config = {"carrier": carrier, "min_peers": PEERS}
     with joined(ticket, Path(folder) / f"peer{index}", model, optimizer, hear, **config) as peer:
-        view = peer._thread.view  # behind the front door: the bytes, and the digest
+        view = peer._part.view  # behind the front door: the bytes, and the digest
         say({"ready": True})
         for line in sys.stdin:
             turn = int(line)

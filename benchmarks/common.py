@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from bootstrap.local_swarm import Child
-from p2p_co2.config import PeerConfig
+from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.telemetry.events import Event, Progress
 from p2p_co2.telemetry.journal import Journal, Tail
 from p2p_co2.trainer import Peer, connect
@@ -199,23 +199,17 @@ class Worker:
         self.close()
 
 
-@contextmanager
-def workers_of(made: Sequence[Worker]) -> Iterator[Sequence[Worker]]:
-    """Workers that end with the block: all are let go, then each is waited for."""
-    try:
-        yield made
-    finally:
-        for worker in made:
-            worker.release()
-        for worker in made:
-            worker.close()
-
-
 # ---- swarms
 
 
 class Bench(Campaign):
     """A seed, peers and workers, each with a log, and a journal below the folder of its name."""
+
+    workers: ExitStack
+
+    def ask(self, script: str, role: str, *arguments: object) -> Worker:
+        """A worker of this swarm that answers; it ends before the swarm."""
+        return self.workers.enter_context(Worker(script, role, *arguments))
 
     def work(self, name: str, script: str, role: str, *arguments: object, **variables: str) -> Child:
         """A worker of this swarm, which reads nothing and prints into its log."""
@@ -238,9 +232,13 @@ class Bench(Campaign):
 
 
 @contextmanager
-def bench(kept: Path | None = None, name: str = "run", grace_s: float = 6.5) -> Iterator[Bench]:
-    """A swarm to be in a new folder, ended with the block."""
-    with folder_of(kept, name) as folder, Bench(folder, grace_s=grace_s) as made:
+def bench(
+    run: RunConfig | None = None, kept: Path | None = None, name: str = "run", grace_s: float = 6.5
+) -> Iterator[Bench]:
+    """A swarm in a new folder, ended with the block; with a seed, if there is a ``run``."""
+    with folder_of(kept, name) as folder, Bench(folder, grace_s=grace_s) as made, ExitStack() as made.workers:
+        if run is not None:
+            made.start_seed(run)
         yield made
 
 

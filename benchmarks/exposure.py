@@ -16,9 +16,8 @@ on all cores.
   threads.
 - ``exposed_share``: wall time inside ``peer.step`` in "on" phases, the peer with most counting; on a GPU
   ``exposed_s_share``, which leaves out the wait for queued steps, is the one to read.
-- ``training_thread``: the kernel's account of it: it ran, it waited for a core. ``cpu_s_per_s``: of a peer's
-  other threads and daemon; the difference of on and off is what exchange took. ``others_cpu_s_per_s``: not
-  ours, on those cores; run again if it is not small.
+- ``cpu_s_per_s``: of a peer with its daemon; the difference of on and off is what exchange took.
+  ``others_cpu_s_per_s``: not ours, on those cores; run again if it is not small.
 
 ``straggler``: three peers train by paced steps over links capped at ``--rate``. A fourth has ten times longer
 steps, or a tenth of the rate, or both, and rests and takes part in turn. Reported: the fast peers' tokens per
@@ -32,10 +31,8 @@ import os
 import signal
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +41,6 @@ import torch
 from common import (
     Bench,
     Figures,
-    Worker,
     bench,
     command,
     joined,
@@ -115,24 +111,9 @@ def _phases_of(name: str, cores: Sequence[int], options: argparse.Namespace) -> 
         name="exposure", recipe=RECIPE, recipe_options=model, recipe_digest=recipe_digest(RECIPE, model),
         fragments=FRAGMENTS, clock=ClockConfig(mode="time", round_s=ROUND_S),
     )  # fmt: skip
-    with ExitStack() as stack:
-        swarm = stack.enter_context(bench())
-        swarm.start_seed(settings)
-        peers = [
-            stack.enter_context(
-                Worker(
-                    __file__,
-                    "phases",
-                    name,
-                    index,
-                    swarm.folder,
-                    swarm.ticket,
-                    options.device,
-                    *options.model,
-                )
-            )
-            for index in range(LAYOUTS[name].peers)
-        ]
+    with bench(settings) as swarm:
+        told = (swarm.folder, swarm.ticket, options.device, *options.model)
+        peers = [swarm.ask(__file__, "phases", name, index, *told) for index in range(LAYOUTS[name].peers)]
         for peer in peers:
             peer.answer()
         table = Timetable(time.time() + LEAD_S, options.phase_s, options.pairs)
@@ -146,9 +127,9 @@ def _phases_of(name: str, cores: Sequence[int], options: argparse.Namespace) -> 
 def _others(cores: Sequence[int], start: float, end: float) -> float:
     """CPU seconds per second on ``cores`` that were not ours, the hypervisor's share among them."""
     time.sleep(max(0.0, start - time.time()))
-    before_s = _busy_s(cores) - _ours_s()
+    before_s = _busy_s(cores) - _cpu_s()
     time.sleep(max(0.0, end - time.time()))
-    return (_busy_s(cores) - _ours_s() - before_s) / (end - start)
+    return (_busy_s(cores) - _cpu_s() - before_s) / (end - start)
 
 
 def _busy_s(cores: Sequence[int]) -> float:
@@ -156,9 +137,10 @@ def _busy_s(cores: Sequence[int]) -> float:
     return sum(sum(one) - one.idle - one.iowait - one.guest - one.guest_nice for one in times)
 
 
-def _ours_s() -> float:
-    each = [one.cpu_times() for one in psutil.Process().children(recursive=True)]
-    return sum(times.user + times.system for times in each)
+def _cpu_s(*others: psutil.Process) -> float:
+    """CPU seconds of what this process has started, and of ``others``."""
+    each = [one.cpu_times() for one in (*psutil.Process().children(recursive=True), *others)]
+    return float(sum(times.user + times.system for times in each))
 
 
 def _sum_up(peers: Sequence[Sequence[Figures]], others: Sequence[float]) -> Figures:
@@ -167,8 +149,7 @@ def _sum_up(peers: Sequence[Sequence[Figures]], others: Sequence[float]) -> Figu
     pairs = _on_by_off([sum(together) for together in zip(*rates, strict=True)])
     quiet = [pair for pair, *both in zip(pairs, others[::2], others[1::2], strict=True) if max(both) <= QUIET]
     equal_cpu = _on_by_off([_steps_per_cpu_s(together) for together in zip(*peers, strict=True)])
-    of = {"off": [w for windows in peers for w in windows[::2]],
-          "on": [w for windows in peers for w in windows[1::2]]}  # fmt: skip
+    off, on = ([w for windows in peers for w in windows[turn::2]] for turn in (0, 1))
     return {
         "ratio": round(statistics.median(pairs), 4),
         "ratio_of_pairs": rounded(pairs),
@@ -176,11 +157,10 @@ def _sum_up(peers: Sequence[Sequence[Figures]], others: Sequence[float]) -> Figu
         "ratio_at_equal_cpu": round(statistics.median(equal_cpu), 4),
         "exposed_share": round(max(_share(windows[1::2], "in_step_s") for windows in peers), 5),
         "exposed_s_share": round(max(_share(windows[1::2], "exposed_s") for windows in peers), 5),
-        "longest_step_call_ms": round(1e3 * max(w["longest_s"] for w in of["on"]), 1),
-        "training_thread": {phase: _training_thread(windows) for phase, windows in of.items()},
-        "cpu_s_per_s": {phase: _other_threads(windows) for phase, windows in of.items()},
+        "longest_step_call_ms": round(1e3 * max(w["longest_s"] for w in on), 1),
+        "cpu_s_per_s": {"off": round(_share(off, "cpu_s"), 4), "on": round(_share(on, "cpu_s"), 4)},
         "others_cpu_s_per_s": {"off": rounded(others[::2]), "on": rounded(others[1::2])},
-        "rounds": sum(w["rounds"] for w in of["on"]),
+        "rounds": sum(w["rounds"] for w in on),
     }
 
 
@@ -190,26 +170,11 @@ def _on_by_off(values: Sequence[float]) -> list[float]:
 
 def _steps_per_cpu_s(windows: Sequence[Figures]) -> float:
     """Of one window of all peers, with the CPU of all their threads and daemons."""
-    cpu_s = sum(value for window in windows for kind, value in window["cpu_s"].items() if kind != "queued")
-    return float(sum(window["steps"] for window in windows) / cpu_s)
+    return float(sum(w["steps"] for w in windows) / sum(w["cpu_s"] for w in windows))
 
 
 def _share(windows: Sequence[Figures], key: str) -> float:
     return float(sum(w[key] for w in windows) / sum(w["wall_s"] for w in windows))
-
-
-def _training_thread(windows: Sequence[Figures]) -> Figures:
-    wall_s, steps = sum(w["wall_s"] for w in windows), sum(w["steps"] for w in windows)
-    cpu_s, queued_s = (sum(w["cpu_s"][key] for w in windows) for key in ("training", "queued"))
-    return {"cpu_share": round(cpu_s / wall_s, 4), "queued_share": round(queued_s / wall_s, 4),
-            "cpu_ms_per_step": round(1e3 * cpu_s / steps, 3)}  # fmt: skip
-
-
-def _other_threads(windows: Sequence[Figures]) -> Figures:
-    kinds = sorted(windows[0]["cpu_s"].keys() - {"training", "queued"})
-    wall_s = sum(w["wall_s"] for w in windows)
-    shares = {kind: sum(w["cpu_s"][kind] for w in windows) / wall_s for kind in kinds}
-    return {kind: round(value, 5) for kind, value in {**shares, "all": sum(shares.values())}.items()}
 
 
 # ---- phases: a peer
@@ -269,10 +234,7 @@ def _phases_peer(name: str, index: str, folder: str, ticket: str, device: str, *
             while time.time() < end:
                 step(on)
             after = _reading(count, heard)
-            figures = {key: after[key] - before[key] for key in before if key != "cpu_s"}
-            figures["cpu_s"] = {
-                kind: s - before["cpu_s"].get(kind, 0.0) for kind, s in after["cpu_s"].items()
-            }
+            figures = {key: after[key] - before[key] for key in before}
             windows.append({**figures, "longest_s": count["longest_s"]})
     say({"windows": windows})
 
@@ -280,26 +242,7 @@ def _phases_peer(name: str, index: str, folder: str, ticket: str, device: str, *
 def _reading(count: Mapping[str, float], heard: Mapping[str, float]) -> Figures:
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # a step counts when it is computed
-    return {"wall_s": time.perf_counter(), **count, **heard, "cpu_s": _cpu_s()}
-
-
-def _cpu_s() -> Mapping[str, float]:
-    """CPU seconds of this process by kind of thread; ``queued``: this thread waited for a core."""
-    names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    result = dict.fromkeys(("training", "queued", "network", "tensors", "other threads", "daemon"), 0.0)
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            ran_ns, queued_ns, _ = (int(word) for word in (task / "schedstat").read_text().split())
-        except FileNotFoundError:  # the thread has just ended
-            continue
-        kind = names.get(int(task.name), "").removeprefix("p2p-co2 ").split("_")[0]
-        if int(task.name) == threading.get_native_id():
-            kind, result["queued"] = "training", queued_ns / 1e9
-        result[kind if kind in result else "other threads"] += ran_ns / 1e9
-    for child in psutil.Process().children(recursive=True):
-        times = child.cpu_times()
-        result["daemon"] += times.user + times.system
-    return result
+    return {"wall_s": time.perf_counter(), **count, **heard, "cpu_s": _cpu_s(psutil.Process())}
 
 
 # ---- a slow peer
@@ -323,8 +266,7 @@ def _straggler_case(options: argparse.Namespace, slow: tuple[float, float]) -> F
         name="straggler", recipe=OWN_LOOP, fragments=2, codec=CodecConfig(name="int4"),
         clock=ClockConfig(mode="time", round_s=STRAGGLER_ROUND_S),
     )  # fmt: skip
-    with bench() as swarm:
-        swarm.start_seed(settings)
+    with bench(settings) as swarm:
         names = [f"peer{number}" for number in range(FAST + 1)]
         for number, name in enumerate(names):
             times, share = slow if number == FAST else (1.0, 1.0)

@@ -39,11 +39,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from common import Figures, Worker, against, bench, command, joined, note, parser_of, run, say
+from common import Figures, against, bench, command, joined, note, parser_of, run, say
 
 from bootstrap.local_swarm import Child
 from p2p_co2.config import OWN_LOOP, ClockConfig, LimitsConfig, RunConfig
@@ -64,7 +63,7 @@ SETTLE_S, END_BOUND_S = 25.0, 120.0
 
 def kills(options: argparse.Namespace) -> Figures:
     """A peer is killed every few seconds."""
-    with bench(options.out) as swarm:
+    with bench(kept=options.out) as swarm:
         return _kills(swarm, options)
 
 
@@ -239,19 +238,17 @@ def _catchup_case(case: str, width: int) -> Figures:
     settings = CASES[case]
     count, is_committing = settings["donors"], "round_s" in settings
     clock = ClockConfig(mode="time", round_s=settings.get("round_s", ROUND_S))
-    with ExitStack() as stack:
-        swarm = stack.enter_context(bench())
-        swarm.start_seed(RunConfig(recipe=OWN_LOOP, fragments=FRAGMENTS, clock=clock))
+    with bench(RunConfig(recipe=OWN_LOOP, fragments=FRAGMENTS, clock=clock)) as swarm:
         shared = (swarm.ticket, swarm.folder, width, count)
         donors = []
         for number in range(count):
             cap = SLOW_BYTES_PER_S if number < settings.get("slow", 0) else CAP_BYTES_PER_S
             told = (f"donor{number}", cap, VERSIONS_BEFORE if is_committing else 1)
-            donors.append(stack.enter_context(Worker(__file__, "donor", *shared, *told)))
+            donors.append(swarm.ask(__file__, "donor", *shared, *told))
         for donor in donors:
             donor.answer()
         asked = (*shared, "replay" if is_committing else "states")
-        newcomer = stack.enter_context(Worker(__file__, "newcomer", *asked))
+        newcomer = swarm.ask(__file__, "newcomer", *asked)
         if wait_s := settings.get("restart_after_s", settings.get("kill_after_s")):
             newcomer.answer()
             time.sleep(wait_s)
@@ -259,7 +256,7 @@ def _catchup_case(case: str, width: int) -> Figures:
             dead.process.kill()
             dead.process.wait()
             if dead is newcomer:
-                newcomer = stack.enter_context(Worker(__file__, "newcomer", *asked))
+                newcomer = swarm.ask(__file__, "newcomer", *asked)
         row: Figures = {}
         while "rate_bytes_per_s" not in row:
             row = newcomer.answer()

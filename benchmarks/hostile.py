@@ -98,8 +98,7 @@ def _swarm_of(case: Case, options: argparse.Namespace) -> Figures:
     digest = recipe_digest("byte-gpt", {})
     names = [f"peer{number}" for number in range(case.peers)]
     honest = names[: len(names) - case.liars]
-    with bench() as swarm:
-        swarm.start_seed(RunConfig(name="hostile", recipe="byte-gpt", recipe_digest=digest, clock=clock))
+    with bench(RunConfig(name="hostile", recipe="byte-gpt", recipe_digest=digest, clock=clock)) as swarm:
         for number, name in enumerate(names):
             liar = case if name not in honest else Case(0)
             least = case.peers - case.liars * case.ghost
@@ -329,8 +328,7 @@ class Flood:
 
 def flood(options: argparse.Namespace) -> Figures:
     """Somebody floods one of three peers, in every other window."""
-    with bench() as swarm:
-        swarm.start_seed(RUN)
+    with bench(RUN) as swarm:
         mallory = Flood(swarm.ticket, swarm.folder / "mallory", options.kinds)
         for name in HONEST:
             swarm.join(name, "--min-peers", "3", "--carrier", "grpc", "--no-board")

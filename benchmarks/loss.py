@@ -161,15 +161,19 @@ class Windows:
         return self._text[self._starts[index] + self._span].long()
 
 
-def held_out_loss(params: Stacked, corpus: Corpus) -> float:
-    """Loss of the first model on a fixed set of held-out windows, the same for all rows and seeds."""
+def held_out_windows(corpus: Corpus, count: int, context: int) -> Sequence[Tensor]:
+    """A fixed set, the same for all rows and seeds: int64 [at most 32, context + 1] each."""
     generator = torch.Generator().manual_seed(0)
-    starts = torch.randint(len(corpus.held_out) - CONTEXT - 1, (HELD_OUT_WINDOWS, 1), generator=generator)
-    windows = corpus.held_out[starts + torch.arange(CONTEXT + 1)].long()
+    starts = torch.randint(len(corpus.held_out) - context - 1, (count, 1), generator=generator)
+    return corpus.held_out[starts + torch.arange(context + 1)].long().split(32)
+
+
+def held_out_loss(params: Stacked, corpus: Corpus) -> float:
+    """Of the first model."""
     first = {name: tensor[:1].detach() for name, tensor in params.items()}
+    windows = held_out_windows(corpus, HELD_OUT_WINDOWS, CONTEXT)
     with torch.no_grad():
-        pieces = [each_loss(first, piece[None]) for piece in windows.split(32)]
-    return float(torch.stack(pieces).mean())
+        return float(torch.stack([each_loss(first, piece[None]) for piece in windows]).mean())
 
 
 # ---- what is compared
@@ -265,10 +269,11 @@ def table_cases() -> list[Case]:
 
 def variant_cases() -> list[Case]:
     """4 peers with other settings, against ``DEFAULT``."""
-    cases = [
-        replace(DEFAULT, name=f"outer {lr}, {momentum}", lr=lr, momentum=momentum) for lr, momentum in OUTER
-    ]
-    cases += [replace(DEFAULT, name=f"H {every}", every=every) for every in (10, 100, 300)]
+    cases = [replace(MUON, name=f"muon, swarm of {peers}", peers=peers) for peers in (1, 2, 8)]
+    for base, kind in ((DEFAULT, ""), (MUON, "muon, ")):
+        for lr, momentum in OUTER:
+            cases.append(replace(base, name=f"{kind}outer {lr}, {momentum}", lr=lr, momentum=momentum))
+        cases += [replace(base, name=f"{kind}H {every}", every=every) for every in (10, 100, 300)]
     cases += [replace(DEFAULT, name="delay 1", delay=1), replace(DEFAULT, name="no clip", clip="none")]
     cases.append(replace(DEFAULT, name="fp32", codec="fp32"))
     for optimizer, peak in (
@@ -277,12 +282,6 @@ def variant_cases() -> list[Case]:
         *(("muon", peak) for peak in (2e-3, 4e-3, 8e-3)),
     ):
         cases += _three(f"{optimizer} {peak:g}", optimizer=optimizer, peak=peak)
-    cases += [
-        replace(MUON, name=f"muon, outer {lr}, {momentum}", lr=lr, momentum=momentum)
-        for lr, momentum in OUTER
-    ]
-    cases += [replace(MUON, name=f"muon, H {every}", every=every) for every in (10, 100, 300)]
-    cases += [replace(MUON, name=f"muon, swarm of {peers}", peers=peers) for peers in (1, 2, 8)]
     for windows in (4, 8):
         cases += _three(f"batch {windows}", windows=windows)
         cases += _three(f"muon, batch {windows}", windows=windows, optimizer="muon", peak=MUON.peak)
@@ -335,6 +334,27 @@ def _gradient(tensor: Tensor) -> Tensor:
     return tensor.grad
 
 
+class Together:
+    """The peers of one speed: their models on one leading dimension, trained as one computation."""
+
+    def __init__(self, seed: int, peers: Sequence[int], every: int, optimizer: str = "adamw") -> None:
+        self.peers, self.every = tuple(peers), every
+        self.params = start_params(seed, len(self.peers))
+        for tensor in self.params.values():
+            tensor.requires_grad_(True)
+        is_muon = optimizer == "muon"
+        self._optimizer = StackedMuon(self.params) if is_muon else adamw(self.params.values())
+
+    def step(self, windows: Tensor, lr: float) -> None:
+        """``windows``: int64 [all peers, batch, CONTEXT + 1]"""
+        parts = gradients(self.params, windows[list(self.peers)])
+        for tensor, gradient in zip(self.params.values(), parts, strict=True):
+            tensor.grad = gradient
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+
+
 def rate(case: Case, step: int, steps: int) -> float:
     """The learning rate of inner step ``step`` of ``steps``."""
     if case.schedule == "constant":
@@ -347,10 +367,8 @@ def train(case: Case, rounds: int, seed: int, corpus: Corpus) -> dict[str, objec
     steps, started_at = rounds * ROUND, time.perf_counter()
     windows = Windows(corpus, seed, steps, case.peers * case.windows)
     models = case.peers if case.kind == "swarm" else 1
-    params = start_params(seed, models)
-    for tensor in params.values():
-        tensor.requires_grad_(True)
-    optimizer = StackedMuon(params) if case.optimizer == "muon" else adamw(params.values())
+    together = Together(seed, range(models), 1, case.optimizer)
+    params = together.params
     groups = case.names() if case.kind == "swarm" else []
     fragments = [
         HeldFragment(case, names, math.ceil(index * case.every / len(groups)), params)
@@ -358,11 +376,7 @@ def train(case: Case, rounds: int, seed: int, corpus: Corpus) -> dict[str, objec
     ]
     for step in range(steps):
         batch = windows.step(step).view(models, -1, CONTEXT + 1)
-        for tensor, gradient in zip(params.values(), gradients(params, batch), strict=True):
-            tensor.grad = gradient
-        for group in optimizer.param_groups:
-            group["lr"] = rate(case, step, steps)
-        optimizer.step()
+        together.step(batch, rate(case, step, steps))
         for fragment in fragments:
             fragment.boundary(step + 1)
     one_peer = held_out_loss(params, corpus)
@@ -398,7 +412,7 @@ class HeldFragment:
         self._base_version = self._apply_at = self._sent_at = 0
 
     @property
-    def state(self) -> outer.OuterState:
+    def state(self) -> outer.AgreedState:
         return self._peers[0].state
 
     def boundary(self, step: int) -> None:
@@ -607,25 +621,6 @@ def _play(
 SPEEDS = {"equal": (1, 1, 1, 1), "ten times": (1, 1, 10, 10)}
 """Inner steps of the fastest for one of each peer's."""
 CAPS = (0.0, RunConfig().weight_cap)
-
-
-class Together:
-    """The peers of one speed: their models on one leading dimension, trained as one computation."""
-
-    def __init__(self, seed: int, peers: Sequence[int], every: int) -> None:
-        self.peers, self.every = tuple(peers), every
-        self.params = start_params(seed, len(self.peers))
-        for tensor in self.params.values():
-            tensor.requires_grad_(True)
-        self._optimizer = adamw(self.params.values())
-
-    def step(self, windows: Tensor, lr: float) -> None:
-        """``windows``: int64 [all peers, 1, CONTEXT + 1]"""
-        parts = gradients(self.params, windows[list(self.peers)])
-        for tensor, gradient in zip(self.params.values(), parts, strict=True):
-            tensor.grad = gradient
-        self._optimizer.param_groups[0]["lr"] = lr
-        self._optimizer.step()
 
 
 class Averaged:

@@ -39,7 +39,6 @@ import sys
 import time
 import traceback
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -125,13 +124,9 @@ def _exchanging(case: str, width: int) -> Figures:
         clock=ClockConfig(mode="steps", inner_steps_per_round=STEPS_PER_ROUND, rounds=ROUNDS),
         outer=OuterConfig.model_validate(CASES[case]["outer"]),
     )  # fmt: skip
-    with ExitStack() as stack:
-        swarm = stack.enter_context(bench())
-        swarm.start_seed(settings)
+    with bench(settings) as swarm:
         peers = [
-            stack.enter_context(
-                Worker(__file__, "exchanging", width, swarm.folder / f"{index}", swarm.ticket)
-            )
+            swarm.ask(__file__, "exchanging", width, swarm.folder / f"{index}", swarm.ticket)
             for index in range(PEERS)
         ]
         answers = [peer.answer() for peer in peers]
@@ -177,14 +172,10 @@ def checkpoint(options: argparse.Namespace) -> Figures:
     values = LAYERS * options.width**2
     answer: Figures = {"parameters": values, "optimizer": "AdamW"}
     for count in options.peers:
-        with ExitStack() as stack:
-            swarm = stack.enter_context(bench(options.folder, f"{count}-peers"))
-            swarm.start_seed(settings)
+        with bench(settings, options.folder, f"{count}-peers") as swarm:
             told = (count, options.width, options.every_s, options.seconds)
             peers = [
-                stack.enter_context(
-                    Worker(__file__, "checkpoint", swarm.ticket, swarm.folder / f"peer{index}", *told)
-                )
+                swarm.ask(__file__, "checkpoint", swarm.ticket, swarm.folder / f"peer{index}", *told)
                 for index in range(count)
             ]
             answers = [peer.answer() for peer in peers]
@@ -238,10 +229,8 @@ def step(options: argparse.Namespace) -> Figures:
     for kind in options.models:
         rows = []
         for _ in range(options.pairs):
-            with bench() as swarm:
-                swarm.start_seed(settings)
-                with Worker(__file__, "step", kind, swarm.folder / "peer", swarm.ticket) as worker:
-                    joined_ = worker.answer()
+            with bench(settings) as swarm:
+                joined_ = swarm.ask(__file__, "step", kind, swarm.folder / "peer", swarm.ticket).answer()
             with Worker(__file__, "step", kind) as worker:
                 rows.append({"joined": joined_, "plain": worker.answer()})
             note(kind, rows[-1])
@@ -336,8 +325,7 @@ def _control(peers: str, after_s: str, seconds: str, round_s: str, place: str) -
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     clock = ClockConfig(mode="time", round_s=float(round_s), rounds=10_000)
     children: list[int] = []
-    with bench(Path(place)) as swarm:
-        swarm.start_seed(RunConfig(name="control", fragments=LAYERS, clock=clock))
+    with bench(RunConfig(name="control", fragments=LAYERS, clock=clock), Path(place)) as swarm:
         try:
             for index in range(int(peers)):
                 if not (pid := os.fork()):

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from common import ROOT, Bench, Figures, against, bench, command, note, parser_of, run
 from loss import Case as Setting
-from loss import HeldFragment, learning_rate, unflatten_
+from loss import HeldFragment, held_out_windows, learning_rate, unflatten_
 from loss import against as against_base
 from torch import Tensor, nn
 
@@ -48,7 +48,7 @@ from p2p_co2.protocol.pipeline import Key, Work
 from p2p_co2.protocol.pipeline.machine import WINDOW, Do
 from p2p_co2.protocol.pipeline.routes import shares
 from p2p_co2.recipes import recipe_digest
-from p2p_co2.recipes.byte_gpt import ByteGPTStage, Shape, next_token_loss, next_token_sum, stage_edges
+from p2p_co2.recipes.byte_gpt import Shape, byte_gpt_stages, next_token_loss
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus
 from p2p_co2.recipes.stages import Stages
 from p2p_co2.telemetry import events as ev
@@ -116,8 +116,7 @@ def grown(swarm: Bench, names: Sequence[str], seconds: float) -> dict[str, tuple
 
 def chain(settings: RunConfig, line: str, seconds: float) -> dict[str, tuple[float, float]]:
     """``grown`` of one replica of each stage, all behind such lines."""
-    with bench(grace_s=2.0) as swarm:
-        swarm.start_seed(settings)
+    with bench(settings, grace_s=2.0) as swarm:
         names = [f"stage{stage}" for stage in range(settings.pipeline.stages)]
         for stage, name in enumerate(names):
             join(swarm, name, stage, "--slow-line", line)
@@ -182,8 +181,7 @@ def kills(options: argparse.Namespace) -> Figures:
     """A peer is killed every 20 s, and a newcomer comes at once."""
     random_ = random.Random(options.seed)
     every_s = 20.0
-    with bench(grace_s=2.0) as swarm:
-        swarm.start_seed(run_of(2, 16, "int8", 10.0, 2, bulk=20_000))
+    with bench(run_of(2, 16, "int8", 10.0, 2, bulk=20_000), grace_s=2.0) as swarm:
         lives = {f"s{stage}-{replica}": Life(stage) for stage in range(2) for replica in range(2)}
         children = {name: join(swarm, name, life.stage) for name, life in lives.items()}
         wait_until_counted(swarm, list(lives), 32)
@@ -255,8 +253,7 @@ def slow(options: argparse.Namespace) -> Figures:
     of_capacity, each = list[float](), list[Figures]()
     names = [f"s{stage}-{replica}" for stage in range(2) for replica in range(3)]
     for _ in range(options.turns):
-        with bench(grace_s=2.0) as swarm:
-            swarm.start_seed(run_of(2, 32, "int8", round_s=10.0))
+        with bench(run_of(2, 32, "int8", round_s=10.0), grace_s=2.0) as swarm:
             for name in names:
                 join(swarm, name, int(name[1]), slower=4.0 if name == "s1-0" else 1.0)
             wait_until_counted(swarm, names, 64)
@@ -326,13 +323,6 @@ class Case(NamedTuple):
         return self.rounds * STEPS * per_step
 
 
-def cut(count: int) -> Stages:
-    """The byte GPT in ``count`` stages."""
-    edges = stage_edges(SHAPE.layers, count)
-    makers = [lambda pair=pair: ByteGPTStage(SHAPE, *pair) for pair in edges]  # type: ignore[misc]
-    return Stages(makers, lambda batch: batch, next_token_sum, side_range=(0, SHAPE.vocab_size))
-
-
 def uncut(stages: Stages, seed: int) -> Stages:
     """The same model in one stage, with the same first parameters."""
 
@@ -358,15 +348,6 @@ class Microbatches:
             yield windows[:, :-1], windows[:, 1:]
 
 
-def held_out_batches(corpus: Corpus) -> list[Batch]:
-    """A fixed set, the same for all variants and seeds."""
-    generator = torch.Generator().manual_seed(0)
-    last = len(corpus.held_out) - SHAPE.context - 1
-    starts = torch.randint(last, (HELD_OUT_WINDOWS, 1), generator=generator)
-    windows = corpus.held_out[starts + torch.arange(SHAPE.context + 1)].long()
-    return [(piece[:, :-1], piece[:, 1:]) for piece in windows.split(32)]
-
-
 class Swarm:
     """All replicas of all stages, ``modules[stage][replica]``, and one optimizer for them: AdamW treats each
     value alone, so it is what separate ones would be. ``rounds`` False: no outer steps."""
@@ -375,7 +356,7 @@ class Swarm:
         self, variant: Variant, case: Case, seed: int, windows: Microbatches, rounds: bool = True
     ) -> None:
         self._variant, self._case, self._seed = variant, case, seed
-        whole = cut(case.stages)
+        whole = byte_gpt_stages(SHAPE, case.stages)
         self._stages = whole if variant.split else uncut(whole, seed)
         replicas = range(case.replicas)
         self.modules = [[self._stages.build(seed, at) for _ in replicas] for at in range(len(self._stages))]
@@ -475,8 +456,10 @@ def measure(variant: Variant, case: Case, seed: int, corpus: Corpus) -> float:
     swarm = Swarm(variant, case, seed, Microbatches(corpus, seed, case))
     swarm.train(lambda round_, loss: None)
     agreed = Chain(modules[0] for modules in swarm.modules)
+    windows = held_out_windows(corpus, HELD_OUT_WINDOWS, SHAPE.context)
     with torch.no_grad():
-        return statistics.mean(float(next_token_loss(agreed, one)) for one in held_out_batches(corpus))
+        each = (next_token_loss(agreed, (one[:, :-1], one[:, 1:])) for one in windows)
+        return statistics.mean(map(float, each))
 
 
 def law(case: Case, corpus: Corpus) -> float:

@@ -343,7 +343,8 @@ def measure(options: argparse.Namespace) -> Figures:
         report[name] = {}
         for system in systems:
             profiles = {"seed": FAST} | {f"peer{index}": case.line for index in range(PEERS)}
-            with bench(options.folder, f"{name}-{system}") as swarm, Lines(swarm, profiles) as lines:
+            place = f"{name}-{system}"
+            with bench(None, options.folder, place) as swarm, Lines(swarm, profiles) as lines:
                 report["line"] = lines.words
                 if system == "ours":
                     figures = ours(case, options.seconds, swarm, lines)

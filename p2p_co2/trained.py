@@ -24,7 +24,7 @@ from p2p_co2.recipes.drawing import drawn_from
 from p2p_co2.tensors.checkpoint.folder import Checkpoint, has_checkpoint, load_agreed
 from p2p_co2.tensors.checkpoint.layout import write_kept
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
-from p2p_co2.tensors.names import named_buffers, named_parameters
+from p2p_co2.tensors.names import named_buffers, trained_parameters
 from p2p_co2.tensors.pretrained import write_pretrained
 from p2p_co2.tensors.stages import Chain
 
@@ -130,7 +130,7 @@ def _whole(checkpoint: Path) -> Checkpoint:
 
 def _difference(agreed: Checkpoint, model: nn.Module) -> str:
     """The first parameter that is another one, in words."""
-    here = {name: tuple(one.shape) for name, one in named_parameters(model).items() if one.requires_grad}
+    here = {name: tuple(one.shape) for name, one in trained_parameters(model).items()}
     there = dict(agreed.parameters)
     for name in [*there, *here]:
         if there.get(name) != here.get(name):

@@ -59,8 +59,7 @@ for _variable in [name for name in os.environ if name.startswith("P2P_CO2_")]:
 os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="data-")  # where commands keep what no test names
 atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would only wait for each other
-    os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # models are small: more threads would only wait for each other
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

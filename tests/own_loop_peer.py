@@ -110,7 +110,7 @@ def main() -> None:
 
     os.chdir(options.folder.parent)
     folder = Path(options.folder.name)
-    config = p2p_co2.PeerConfig(folder=folder, min_peers=3, board=False, checkpoint_every_s=1.0)
+    config = p2p_co2.PeerConfig(folder=folder, min_peers=3, board=not options.odd, checkpoint_every_s=1.0)
     random.seed(7)
     before = drawn()
     with torch.inference_mode(options.odd):

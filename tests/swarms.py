@@ -48,16 +48,18 @@ class Swarm:
             time.sleep(0.05)
         raise AssertionError(f"the seed gave no ticket: {self.log('seed')}")
 
-    def start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
-        """Start a process whose output goes to ``<name>.log``."""
+    def start(self, name: str, command: list[str], home: Path = ROOT) -> subprocess.Popen[bytes]:
+        """Start a process whose output goes to ``<name>.log``, in the folder ``home``, whose modules it may
+        import."""
+        modules = {"PYTHONPATH": f"{home}{os.pathsep}{ROOT}"}
         with (self.folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=ENVIRONMENT,
-                cwd=ROOT,
+                env=ENVIRONMENT | modules,
+                cwd=home,
             )
         self.processes[name] = process
         return process
@@ -94,6 +96,16 @@ class Swarm:
             assert self.processes[name].poll() is None, f"{name} ended:\n{self.log(name)[-3000:]}"
             time.sleep(0.05)
         raise AssertionError(f"{name}: no {count} x {kind.__name__} in {bound_s} s\n{self.log(name)[-2000:]}")
+
+    def said(self, name: str, pattern: str) -> re.Match[str]:
+        """Wait until it is in the process's log."""
+        ends_at = time.monotonic() + START_BOUND_S
+        while time.monotonic() < ends_at:
+            if found := re.search(pattern, self.log(name)):
+                return found
+            assert self.processes[name].poll() is None, self.log(name)
+            time.sleep(0.05)
+        raise AssertionError(f"no {pattern} in {self.log(name)}")
 
     def finished(self, name: str) -> PeerFinished:
         (event,) = [event for event in self.events(name) if isinstance(event, PeerFinished)]

@@ -206,8 +206,9 @@ class TestConformance:
     def test_values_that_are_not_finite_are_refused(self, name: str, bad: float, where: int) -> None:
         values = gaussians(300)
         values[where] = bad
-        with pytest.raises(ValueError, match="not finite"):
-            get_codec(name).encode(values)
+        for base in (None, torch.zeros(300)):
+            with pytest.raises(ValueError, match="not finite"):
+                get_codec(name).encode(values, base=base)
 
     def test_wrong_tensors_are_a_bug_here(self, name: str) -> None:
         codec = get_codec(name)
@@ -354,6 +355,3 @@ def test_int4_has_the_resolution_of_fp16() -> None:
     assert not decoded[256:].any()
     small = gaussians(1 << 16) * 1e-5
     assert relative_error(small, codec.decode(codec.encode(small))) == pytest.approx(0.014, rel=0.05)
-
-
-# ---- one more codec

@@ -16,7 +16,7 @@ import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.system.process import FolderLock, is_kept, left_to_others, processes_below, shut_in_forks_at
-from tests.swarms import ROOT, START_BOUND_S, Swarm, swarm
+from tests.swarms import ROOT, swarm
 
 RUN = RunConfig(name="forks", recipe="own-loop", fragments=2, clock=ClockConfig(mode="time", round_s=1.0))
 
@@ -94,16 +94,6 @@ def free_ports(count: int) -> list[str]:
     return ports
 
 
-def found_in(running: Swarm, name: str, pattern: str) -> re.Match[str]:
-    ends_at = time.monotonic() + START_BOUND_S
-    while time.monotonic() < ends_at:
-        if found := re.search(pattern, running.log(name)):
-            return found
-        assert running.processes[name].poll() is None, running.log(name)
-        time.sleep(0.05)
-    raise AssertionError(f"no {pattern} in {running.log(name)}")
-
-
 @pytest.mark.swarm
 def test_a_forked_child_that_outlives_its_parent_keeps_no_folder_port_or_daemon(tmp_path: Path) -> None:
     children: list[int] = []
@@ -114,8 +104,8 @@ def test_a_forked_child_that_outlives_its_parent_keeps_no_folder_port_or_daemon(
         try:
             for name in ("killed", "again"):
                 running.start(name, command)
-                assert found_in(running, name, r"ended (-?\d+)")[1] == "7"
-                children.append(int(found_in(running, name, r"child (\d+)")[1]))
+                assert running.said(name, r"ended (-?\d+)")[1] == "7"
+                children.append(int(running.said(name, r"child (\d+)")[1]))
                 refused = re.findall("refused: .*this one was forked from it", running.log(name))
                 assert len(refused) == 3, running.log(name)
                 process = running.processes[name]

@@ -24,7 +24,7 @@ from p2p_co2.tensors.checkpoint.agreed import state_bytes, state_digest
 from p2p_co2.tensors.checkpoint.folder import Checkpoint, load, save
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer.ledger import kept
-from p2p_co2.trainer.ledger.fragment_state import FragmentState, Outcome
+from p2p_co2.trainer.ledger.fragment_state import FragmentOutcome, FragmentState
 from p2p_co2.wire.schedule import OfferState
 
 PLAIN = OuterConfig(rule="keep", lr=1.0, momentum=0.0, nesterov=False, gap_penalty=False, clip="none")
@@ -51,7 +51,7 @@ class Simulated:
         self.live = start.clone()
         self.offers = 0
 
-    def take(self, outcome: Outcome | None) -> None:
+    def take(self, outcome: FragmentOutcome | None) -> None:
         if outcome is not None and outcome.merge is not None:
             self.live = self.live * outcome.merge.keep + outcome.merge.addend
 
@@ -71,7 +71,9 @@ class Simulated:
         """The last offer came to nothing."""
         self.take(self.ledger.abort(self.offer_id))
 
-    def commit(self, mean: bytes, parts: Sequence[PartWeights], base_version: int | None = None) -> Outcome:
+    def commit(
+        self, mean: bytes, parts: Sequence[PartWeights], base_version: int | None = None
+    ) -> FragmentOutcome:
         round_ = self.ledger.state.version + 1
         base = round_ - 1 if base_version is None else base_version
         outcome = self.ledger.commit(round_, base, mean, parts)

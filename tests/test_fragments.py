@@ -277,23 +277,20 @@ WRAPPERS = [whole, parallel, compiled_in_parallel, by_block, some_blocks]
 
 
 @pytest.mark.parametrize("wrap", [bare, *WRAPPERS])
-def test_a_wrapped_model_has_the_names_of_the_model(wrap: Callable[[Gpt], nn.Module]) -> None:
+def test_a_wrapped_model_has_the_models_names_and_is_cut_as_it_is(
+    wrap: Callable[[Gpt], nn.Module],
+) -> None:
     model = Gpt()
     names, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     modules = dict(model.named_modules())
+    plans = [plan_fragments(model, count) for count in (1, 3, 7)]
     wrapped = wrap(model)
+    assert [plan_fragments(wrapped, count) for count in (1, 3, 7)] == plans
     assert list(named_parameters(wrapped)) == list(names)
     assert all(named_parameters(wrapped)[name] is parameter for name, parameter in names.items())
     assert list(named_buffers(wrapped)) == list(buffers)
     assert dict(named_modules(wrapped)) == modules
     assert "module.weight" in names  # the author's own
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS)
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_a_wrapped_model_is_cut_as_the_model_is(wrap: Callable[[Gpt], nn.Module], count: int) -> None:
-    plan = plan_fragments(Gpt(), count)
-    assert plan_fragments(wrap(Gpt()), count) == plan
 
 
 @pytest.mark.parametrize("wrap", [bare, *WRAPPERS])

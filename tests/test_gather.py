@@ -28,7 +28,7 @@ from p2p_co2.tensors.names import named_buffers
 from p2p_co2.tensors.stages import Chain
 from p2p_co2.tensors.stages.whole import WholeModel, whole_names
 from p2p_co2.trained import Trained
-from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
+from p2p_co2.trainer.exchanged_model import ExchangedModel, TrainingSetup
 from p2p_co2.trainer.gather import sources_of, write_whole
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.trainer.ledger.worker import TensorWorker
@@ -186,7 +186,7 @@ def save_as_a_peer(folder: Path, run: RunConfig, stage: int, module: nn.Module) 
     """A peer's saver writes; ``module``'s values are what was agreed."""
     plan, codec = plan_fragments(module, run.fragments), get_codec(run.codec.name)
     optimizer = torch.optim.AdamW(module.parameters())
-    setup = Plan(run, PeerConfig(folder=folder), plan, module, optimizer, stage)
+    setup = TrainingSetup(run, PeerConfig(folder=folder), plan, module, optimizer, stage)
     model = ExchangedModel(setup, print)
     states = [outer.init(model.live.snapshot(index)) for index in range(run.fragments)]
     ledger = TensorWorker(codec, [FragmentState(run, codec, "me", one, at) for at, one in enumerate(states)])

@@ -3,10 +3,8 @@ off the lone peers, and the defence's rounds are by tokens and by the product's 
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -122,39 +120,6 @@ def test_worth_is_read_off_the_lone_peers_over_the_logarithm_of_tokens() -> None
     assert lab.worth(2.0, 60, curve) == pytest.approx(2.0)
     assert math.isinf(lab.worth(1.9, 30, curve))
     assert math.isnan(lab.worth(3.5, 30, curve))  # shorter runs than any that was made
-
-
-def test_the_tables_pair_by_seed_and_finished_cases_are_not_trained_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "lines.jsonl"
-    losses = {
-        ("lone", 30): (3.0, 3.2),
-        ("lone", 60): (2.4, 2.6),
-        ("lone", 120): (2.0, 2.0),
-        ("swarm of 2", 30): (2.75, 2.85),
-        ("data-parallel 2", 30): (2.5, 2.5),
-        ("swarm of 4", 30): (2.2, 2.2),
-        ("H 100", 30): (2.42, 2.2),
-    }
-    lines = [
-        json.dumps({"name": name, "rounds": rounds, "seed": seed, "loss": loss})
-        for (name, rounds), pair in losses.items()
-        for seed, loss in enumerate(pair)
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    monkeypatch.setattr(lab, "train", lambda *_: pytest.fail("it is there"))
-    only = ["--only", "H 100", "swarm of 2", "lone", "--seeds", "0", "1", "--rounds", "30"]
-    words = ["loss.py", "efficiency", *only, "--peers", "1", "2", "4", "--out", str(path)]
-    monkeypatch.setattr("sys.argv", words)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    lab.main()
-    shown = capsys.readouterr().err
-    assert (
-        "| 2 | 2.800 ± 0.050 | 2.500 ± 0.000 | 2.500 ± 0.100 | +12.0 % (+10.0 to +14.0) | 1.4 | 2.0 | 2 |"
-        in shown
-    )
-    assert "| H 100 | 2.310 ± 0.110 | +5.0 % (+0.0 to +10.0) | 2 |" in shown
 
 
 def test_a_table_of_rules_compares_by_seed() -> None:

@@ -49,11 +49,17 @@ def test_it_nears_the_best_that_this_rank_can() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 5, 16])
-def test_what_is_decoded_and_the_rest_are_all_of_it(rank: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_a_receiver_decodes_and_the_rest_are_all_of_it(rank: int, dtype: torch.dtype) -> None:
     low = LowRank(rank, SHAPE, 2)
-    for seed in range(3):
-        payload, rest = low.encode(made(seed))
-        torch.testing.assert_close(decoded(low, payload) + rest, made(seed), rtol=0, atol=1e-5)
+    nothing = torch.zeros(2, *SHAPE)
+    for values in (made(0), made(1), made(2), nothing, nothing + 1e-30, 1e-20 * made(0)):
+        payload, rest = low.encode(values.to(dtype))
+        assert bool(torch.isfinite(rest).all())
+        found = decoded(low, payload).to(rest) + rest
+        torch.testing.assert_close(
+            found, values.to(dtype).to(rest), rtol=1e-5, atol=1e-5 * float(values.max())
+        )
 
 
 def test_the_identity_of_lazy_error_propagation() -> None:
@@ -76,14 +82,6 @@ def test_the_identity_of_lazy_error_propagation() -> None:
     assert float(rests[-1].norm()) > 1.0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_receiver_decodes_what_the_sender_took_off(dtype: torch.dtype) -> None:
-    low = LowRank(3, SHAPE, 2)
-    values = made(2).to(dtype)
-    payload, rest = low.encode(values)
-    torch.testing.assert_close(decoded(low, payload).to(rest), values.to(rest) - rest, rtol=0, atol=1e-5)
-
-
 def test_a_flush_leaves_its_own_error_alone() -> None:
     low, flush = LowRank(2, SHAPE, 2), Boundary("int8", SHAPE, 2)
     true, sent, rest = torch.zeros(2, *SHAPE), torch.zeros(2, *SHAPE), torch.zeros(2, *SHAPE)
@@ -95,14 +93,6 @@ def test_a_flush_leaves_its_own_error_alone() -> None:
     true += made(6)
     assert float((sent - true).abs().max()) <= 1.01 * float(last.abs().max()) / 254
     assert float((sent - true).norm()) < 0.05 * float(rest.norm())
-
-
-def test_nothing_and_little_come_through() -> None:
-    low = LowRank(16, SHAPE, 2)
-    for values in (torch.zeros(2, *SHAPE), torch.full((2, *SHAPE), 1e-30), made(0) * 1e-20):
-        payload, rest = low.encode(values)
-        torch.testing.assert_close(decoded(low, payload) + rest, values)
-        assert bool(torch.isfinite(rest).all())
 
 
 def test_what_is_refused() -> None:

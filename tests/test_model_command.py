@@ -262,7 +262,6 @@ def test_an_own_loop_of_transformers_is_loaded_after_one_line(
 def test_the_ticket_of_an_own_loop_needs_a_recipe_that_makes_its_model_and_its_folder_none(
     tmp_path: Path, recipe: str
 ) -> None:
-    torch.set_num_threads(1)
     plain, out = gpt2(), tmp_path / "out"
     model = torch.compile(plain, backend="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -16,7 +16,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint.agreed import state_bytes
 from p2p_co2.tensors.codec import get_codec, passes
-from p2p_co2.tensors.outer_rules import Read, Work, get_rule
+from p2p_co2.tensors.outer_rules import OwnWork, Read, get_rule
 from p2p_co2.trainer.ledger.kept import Encoded
 
 PLAIN = OuterConfig(rule="keep", lr=1.0, momentum=0.0, nesterov=False, gap_penalty=False, clip="none")
@@ -38,12 +38,12 @@ def norm(flat: Tensor) -> float:
     return outer.norm_of_pieces(outer.magnitude(flat), (flat,))
 
 
-def offered(state: outer.OuterState, snapshot: Tensor) -> Read:
+def offered(state: outer.AgreedState, snapshot: Tensor) -> Read:
     """What a peer offered at ``snapshot``."""
     return lambda at: (state.params - snapshot)[at]
 
 
-def merged(config: OuterConfig, old: outer.OuterState, new: outer.OuterState, work: Work) -> outer.Merge:
+def merged(config: OuterConfig, old: outer.AgreedState, new: outer.AgreedState, work: OwnWork) -> outer.Merge:
     merge = get_rule(config).merge(old, new, work)
     assert merge is not None
     return merge
@@ -103,21 +103,21 @@ def test_keep_lets_the_drift_since_the_snapshot_survive() -> None:
     old = outer.init(numbers(1, 1, 1))
     snapshot = numbers(2, 3, 4)
     new, _ = outer.step(PLAIN, old, numbers(-5, -5, -5), 0)
-    merge = merged(PLAIN, old, new, Work(offered(old, snapshot), [slice(1, 2)]))
+    merge = merged(PLAIN, old, new, OwnWork(offered(old, snapshot), [slice(1, 2)]))
     live = merge.keep * (snapshot + 0.5) + merge.addend
     # Counted: new + drift since the snapshot. Missed: new + all drift since the old agreed parameters.
     assert values(live) == [6.5, 6 + 2.5, 6.5]
-    assert values(merged(PLAIN, old, new, Work()).addend) == [5, 5, 5]
+    assert values(merged(PLAIN, old, new, OwnWork()).addend) == [5, 5, 5]
 
 
 def test_blend_and_its_fall_back_when_work_was_missed() -> None:
     config = plain(rule="blend", blend_alpha=0.25)
     old = outer.init(numbers(0, 0))
     new, _ = outer.step(config, old, numbers(-4, 8), 0)
-    merge = merged(config, old, new, Work(offered(old, numbers(1, 1))))
+    merge = merged(config, old, new, OwnWork(offered(old, numbers(1, 1))))
     assert merge.keep == 0.25
     assert values(merge.addend) == [3, -6]
-    missed = merged(config, old, new, Work(offered(old, numbers(1, 1)), [slice(0, 1)]))
+    missed = merged(config, old, new, OwnWork(offered(old, numbers(1, 1)), [slice(0, 1)]))
     assert missed.keep == 1.0
     assert values(missed.addend) == [4, -9]
 
@@ -127,7 +127,7 @@ def test_work_that_left_the_live_parameters_is_put_back_or_taken_out_again_once(
     first, later = offered(state, numbers(1, 1)), offered(state, numbers(3, 3))
 
     def put_back(*work: Any) -> list[float] | None:
-        merge = get_rule(config).merge(state, state, Work(*work))
+        merge = get_rule(config).merge(state, state, OwnWork(*work))
         return None if merge is None else values(merge.addend)
 
     assert put_back() is put_back(first) is None
@@ -184,7 +184,7 @@ def test_the_eager_correction_is_the_step_with_its_own_fresh_share(nesterov: boo
     generator = torch.Generator().manual_seed(2)
     mean, fresh, stale, momentum, params = torch.randn(5, 64, generator=generator).unbind()
     config = plain(rule="eager", lr=0.7, momentum=0.6, nesterov=nesterov)
-    state = outer.OuterState(1, params, momentum, 1.0, (0.1,))
+    state = outer.AgreedState(1, params, momentum, 1.0, (0.1,))
     agreed, report = outer.step(config, state, mean, 0)
     own, _ = outer.step(config, state, mean + 0.25 * (fresh - stale), 0)
     correction = get_rule(config).correction(report.gap, 0.25, fresh, stale)
@@ -224,14 +224,11 @@ def test_agreed_state_has_the_same_bits_whatever_the_number_of_threads() -> None
         assert (end.mean_square, end.moved_norms) == (ends[0].mean_square, ends[0].moved_norms)
 
 
-# ---- faults
-
-
 # ---- in the old state's memory, of a mean as it travelled
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("clip", ["none", "elementwise", "rms"])
+@pytest.mark.parametrize("clip", ["none", "rms"])
 @pytest.mark.parametrize("has_kernel", [True, False])
 @pytest.mark.parametrize("reuse", ["momentum", "all"])
 def test_reused_memory_and_pieces_give_the_same_bits(
@@ -241,7 +238,7 @@ def test_reused_memory_and_pieces_give_the_same_bits(
         monkeypatch.setattr(passes, "kernel", None)
     torch.manual_seed(1)
     config = plain(rule="co2", momentum=0.7, gap_penalty=True, nesterov=nesterov, clip=clip, clip_phi=0.9)
-    coder, size = get_codec("fp16"), (1 << 18) + 77
+    coder, size = get_codec("fp16"), (1 << 17) + 77
     state, mine = outer.init(torch.randn(size)), outer.init(torch.zeros(size))
     mine.params.copy_(state.params)
     for version in range(4):
@@ -258,7 +255,7 @@ def test_reused_memory_and_pieces_give_the_same_bits(
 
 @pytest.mark.parametrize("bad", [[1e38, 3e38], [math.inf, 0.0], [math.nan, 0.0]])
 def test_what_might_fail_takes_no_memory(bad: list[float]) -> None:
-    state = outer.OuterState(1, numbers(-3e38, 2), numbers(3e38, 3e38), 1.0, (1.0,))
+    state = outer.AgreedState(1, numbers(-3e38, 2), numbers(3e38, 3e38), 1.0, (1.0,))
     before = state_bytes(state)
     with pytest.raises(RemoteProtocolError, match="too large"):
         outer.step(plain(momentum=0.9, lr=1.0), state, numbers(*bad), 1, reuse="all")

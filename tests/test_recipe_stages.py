@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from p2p_co2.cli import main as cli
 from p2p_co2.config import PipelineConfig, RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.protocol.pipeline import Key, Work
-from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.recipes import (
     BYTE_GPT,
     Recipe,
@@ -32,22 +30,14 @@ from p2p_co2.tensors.checkpoint.folder import Checkpoint, save
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.tensors.names import named_buffers, named_parameters
 from p2p_co2.trained import Trained
-from p2p_co2.trainer.stages.work import Crossings, StageWork
+from p2p_co2.trainer.stages.work import Crossings
+from tests.stage_line import Line
 from tests.swarms import ROOT
 
 TINY: dict[str, str | int | float | bool] = {"layers": 4, "width": 32, "heads": 2, "context": 32, "batch": 4}
 QUICK = TINY | {"learning_rate": 1e-2}
 EXAMPLE = f"{ROOT / 'examples' / 'staged_recipe.py'}:make"
 SMALL: dict[str, str | int | float | bool] = {"width": 32, "blocks": 4}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Steps this small need no more, and a second would wait for whatever else runs here."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run_of(stages: int, name: str = BYTE_GPT, options: Any = TINY, fragments: int = 3) -> RunConfig:
@@ -203,44 +193,11 @@ def test_a_whole_checkpoint_is_sampled_and_measured(name: str, options: Any, tmp
 # ---- laws
 
 
-class Line:
-    """One replica of each stage in one process, by what their training threads do; no messages are lost."""
-
-    def __init__(self, recipe: Recipe, run: RunConfig) -> None:
-        count, pipeline = run.pipeline.stages, run.pipeline
-        stages = recipe.in_stages(count)
-        batches = recipe.batches(1, pipeline.sequences)
-        inputs, side = stages.split(next(batches))
-        crossings = Crossings.of(stages, inputs, side, pipeline.forward, pipeline.backward)
-        self.modules = [stages.build(run.seed, stage) for stage in range(count)]
-        self.works = [
-            StageWork(stages, module, stage, crossings, None if stage else batches)
-            for stage, module in enumerate(self.modules)
-        ]
-        self.optimizers = [recipe.optimizer(module.parameters()) for module in self.modules]
-
-    def step(self, microbatches: int) -> float:
-        """The mean loss of an inner step."""
-        for number in range(microbatches):
-            key, payload = Key(1, number), None
-            for work in self.works:
-                done = work.compute(Work(Do.FORWARD, key, payload))
-                payload = done.payload
-            for work in reversed(self.works[:-1]):
-                done = work.compute(Work(Do.BACKWARD, key, done.payload, done.tokens, done.loss))
-        for work, optimizer in zip(self.works, self.optimizers, strict=True):
-            counted = work.compute(Work(Do.STEP)).counted
-            assert counted is not None
-            optimizer.step()
-            optimizer.zero_grad()
-        return counted.loss / counted.tokens
-
-
 @pytest.mark.parametrize(("name", "options", "count"), [(BYTE_GPT, QUICK, 3), (EXAMPLE, SMALL, 2)])
 def test_a_recipe_trains_on_real_text_in_stages(name: str, options: Any, count: int) -> None:
     run = run_of(count, name, options)
     recipe = load_recipe(name, options, 0, count)
-    line = Line(recipe, run)
+    line = Line.of(recipe, run)
     losses = [line.step(4) for _ in range(20)]
     assert losses[-1] < losses[0] - 1.5
     assert recipe.held_out is not None

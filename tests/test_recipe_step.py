@@ -132,38 +132,25 @@ def test_a_step_that_overflows_in_fp16_is_skipped_and_counts_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "stages", "message"),
     [
-        (", accumulate=0", "accumulate: must be a whole number of batches of at least 1, got 0"),
-        (", accumulate=True", "accumulate: must be a whole number"),
-        (", max_grad_norm=-1.0", "max_grad_norm: must be a number above 0"),
-        (", autocast='fp8'", 'autocast: must be "bf16", "fp16" or None'),
+        ("accumulate=0", 1, "accumulate: must be a whole number of batches of at least 1, got 0"),
+        ("accumulate=True", 1, "accumulate: must be a whole number"),
+        ("max_grad_norm=-1.0", 1, "max_grad_norm: must be a number above 0"),
+        ("autocast='fp8'", 1, 'autocast: must be "bf16", "fp16" or None'),
+        ("accumulate=2", 3, "accumulate: does not apply in a run with stages; set pipeline.microbatches"),
+        ("autocast='bf16'", 3, "autocast: does not apply in a run with stages; use torch.autocast inside"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(tmp_path: Path, settings: str, message: str) -> None:
-    file = tmp_path / "r.py"
-    file.write_text(LINE.format(arguments="", settings=settings))
-    with pytest.raises(ConfigError, match=message):
-        load_recipe(f"{file}:make", {}, 0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ("accumulate=2", "accumulate: does not apply in a run with stages; set pipeline.microbatches"),
-        ("autocast='bf16'", "autocast: does not apply in a run with stages; use torch.autocast inside"),
-    ],
-)
-def test_settings_of_the_inner_step_are_refused_in_a_run_with_stages(
-    tmp_path: Path, settings: str, message: str
+def test_settings_that_mean_nothing_are_refused(
+    tmp_path: Path, settings: str, stages: int, message: str
 ) -> None:
     text = (Path(__file__).parent.parent / "examples" / "staged_recipe.py").read_text()
     file = tmp_path / "staged.py"
     assert text.count("return Recipe(") == 1
     file.write_text(text.replace("return Recipe(", f"return Recipe({settings}, "))
-    load_recipe(f"{Path(__file__).parent.parent / 'examples' / 'staged_recipe.py'}:make", {}, 0, stages=3)
     with pytest.raises(ConfigError, match=message):
-        load_recipe(f"{file}:make", {}, 0, stages=3)
+        load_recipe(f"{file}:make", {}, 0, stages=stages)
 
 
 # A peer's own data

@@ -370,9 +370,21 @@ def test_a_run_of_token_ids_needs_a_file_of_them() -> None:
 # ---- refused, and nothing of a stranger's file has run
 
 
-def test_a_file_that_only_the_run_names_is_not_run(own_file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"get that file from the organiser.*--recipe FILE.py:function"):
-        load_run_recipe(run_of(f"{own_file}:make", {}))
+@pytest.mark.parametrize(
+    ("trains_own", "is_named", "data", "words"),
+    [
+        (True, False, {}, r"get that file from the organiser.*--recipe FILE.py:function"),
+        (False, True, {}, "built-in recipe 'byte-gpt'; leave it out"),
+        (True, True, {"text": "mine.txt"}, "only built-in recipes let a peer choose"),
+    ],
+)
+def test_a_file_is_run_only_where_run_and_peer_name_it(
+    own_file: Path, trains_own: bool, is_named: bool, data: dict[str, str], words: str
+) -> None:
+    name = f"{own_file}:make"
+    run = run_of(name, {}) if trains_own else run_of("byte-gpt", TINY)
+    with pytest.raises(ConfigError, match=words):
+        load_run_recipe(run, name if is_named else "", data)
     assert not has_run(own_file)
 
 
@@ -390,18 +402,6 @@ def test_another_recipe_than_the_organisers_is_refused_before_it_runs(own_file: 
         ConfigError, match=r"is another than the run's \(digest [0-9a-f]{12} here, [0-9a-f]{12} "
     ):
         load_run_recipe(run, f"{own_file}:{function}")
-    assert not has_run(own_file)
-
-
-def test_an_own_file_for_a_built_in_recipe_is_refused_before_it_runs(own_file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"built-in recipe 'byte-gpt'; leave it out"):
-        load_run_recipe(run_of("byte-gpt", TINY), f"{own_file}:make")
-    assert not has_run(own_file)
-
-
-def test_data_of_ones_own_must_leave_the_recipe_what_it_is(own_file: Path) -> None:
-    with pytest.raises(ConfigError, match="only built-in recipes let a peer choose"):
-        load_run_recipe(run_of(f"{own_file}:make", {}), f"{own_file}:make", {"text": "mine.txt"})
     assert not has_run(own_file)
 
 

@@ -94,9 +94,18 @@ def test_all_peers_hold_the_mean_and_the_weights_that_it_was_made_with() -> None
             for member in outcome.members:  # which offer it was, nobody forgets
                 assert part.offer_of(member.peer) == member.offer_id != b""
             assert part.offer_of(PeerId("nobody")) is None
-    # Whoever has no defence in its run refuses to read it: the two do not meet, their digests differ.
-    with pytest.raises(RemoteProtocolError, match="wrong contributors"):
-        open_decision(decision, RUN, PayloadShape(8, (16,)))
+    # Where the rule cuts nothing, nobody may count for less; without a defence nobody reads it at all.
+    for shape in (replace(SHAPE, cuts=False), PayloadShape(8, (16,))):
+        with pytest.raises(RemoteProtocolError, match="wrong contributors"):
+            open_decision(decision, RUN, shape)
+
+
+def test_a_mean_that_counts_a_slice_for_less_is_refused_where_the_rule_cuts_nothing() -> None:
+    net = Boasting(4, shape=replace(SHAPE, cuts=False))
+    net.offer_all()
+    net.run(10.0)
+    assert net.refused
+    assert not net.committed()
 
 
 def test_one_claim_of_an_old_base_sets_no_gap_penalty_for_all() -> None:

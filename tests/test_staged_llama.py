@@ -26,18 +26,18 @@ from transformers import (
 )
 
 from p2p_co2.config import PipelineConfig, RunConfig
-from p2p_co2.errors import ConfigError
 from p2p_co2.protocol.pipeline import Key, Place, Work
 from p2p_co2.protocol.pipeline.machine import Do
-from p2p_co2.recipes import Recipe, load_run_recipe, recipe_digest
+from p2p_co2.recipes import load_run_recipe, recipe_digest
 from p2p_co2.tensors.checkpoint.folder import save
 from p2p_co2.trainer.gather import gather_folders
 from p2p_co2.trainer.stages.peer import StagePeer, TrainedGroup
 from p2p_co2.trainer.stages.work import Crossings, Done, StageWork
 from p2p_co2.wire.identity import PeerId
+from tests.stage_line import Line
 from tests.test_docs import DOCS, ROOT, blocks
 from tests.test_model_command import asked
-from tests.test_recipe_stages import Line, checkpoint_of
+from tests.test_recipe_stages import checkpoint_of
 
 PAGE = DOCS / "how-to" / "transformers-in-stages.md"
 EXAMPLE = ROOT / "examples" / "staged_llama.py"
@@ -90,7 +90,7 @@ def test_it_trains_in_two_stages_and_goes_out_as_the_library_loads_it(
 ) -> None:
     run = run_of(recipe)
     made = load_run_recipe(run, recipe)
-    line = Line(made, run)
+    line = Line.of(made, run)
     losses = [line.step(4) for _ in range(12)]
     assert losses[-1] < losses[0] - 1.0
     folders = [tmp_path / f"stage-{stage}" for stage in range(2)]
@@ -170,7 +170,7 @@ class Told:
 @pytest.mark.parametrize("norm", [None, 1e-3])
 def test_each_stage_is_clipped_by_its_own_norm(recipe: str, norm: float | None) -> None:
     made = load_run_recipe(run := run_of(recipe), recipe)
-    line, wire = Line(made, run), Told()
+    line, wire = Line.of(made, run), Told()
     before = [copy.deepcopy(module) for module in line.modules]
     done = Done(Work(Do.STEP))
     for work in line.works:
@@ -213,15 +213,3 @@ def test_a_token_that_is_nearly_nothing_is_no_hostile_gradient(recipe: str) -> N
             done = work.compute(Work(Do.BACKWARD, Key(1, number), *told))
             assert not done.refused
     assert {work.replica.counted.microbatches for work in works} == {len(texts)}
-
-
-def test_a_shorter_last_batch_says_what_to_do(recipe: str) -> None:
-    made: Recipe = load_run_recipe(run_of(recipe), recipe)
-    stages = made.in_stages(2)
-    inputs, side = next(made.batches(0, 2))
-    first = StageWork(
-        stages, stages.build(0, 0), 0, Crossings.of(stages, inputs, side, "int8", "int8"),
-        iter([(inputs[:1], side[:1])]),
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match="pad, or drop the last"):
-        first.compute(Work(Do.FORWARD, Key(1, 1)))

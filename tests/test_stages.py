@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from p2p_co2.recipes.byte_gpt import ByteGPT, ByteGPTStage, Shape, next_token_sum, stage_edges
+from p2p_co2.recipes.byte_gpt import ByteGPTStage, Shape, next_token_sum, stage_edges
 from p2p_co2.recipes.stages import Stages
-from p2p_co2.tensors.stages import Boundary, Chain, Counted, StageReplica, UsualSizes
+from p2p_co2.tensors.stages import Boundary, Counted, StageReplica, UsualSizes
 from p2p_co2.tensors.stages.boundary import MOST_TIMES, SEVERAL
 
 SHAPE = Shape(layers=4, width=32, heads=2, context=16)
@@ -27,83 +27,6 @@ def microbatches(seed: int, count: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     windows = [torch.randint(256, (2, SHAPE.context + 1), generator=generator) for _ in range(count)]
     return [(window[:, :-1], window[:, 1:]) for window in windows]
-
-
-class Line:
-    """One replica of each stage in one process, with a codec at every boundary."""
-
-    def __init__(self, stages: Stages, codec: str, recompute: bool = False) -> None:
-        self.modules = [stages.build(7, stage) for stage in range(len(stages))]
-        count = len(self.modules)
-        self.replicas = [
-            StageReplica(
-                module, is_first=stage == 0, graph_room_bytes=0 if recompute else math.inf,
-                loss=stages.loss if stage == count - 1 else None,
-            )
-            for stage, module in enumerate(self.modules)
-        ]  # fmt: skip
-        self.boundaries = [Boundary(codec, shape, 2) for shape in stages.crossing(torch.zeros(2, 16).long())]
-        self.optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in self.modules]
-
-    def crossed(self, stage: int, values: Tensor) -> Tensor:
-        boundary = self.boundaries[stage]
-        return boundary.decode(boundary.encode(values).numpy())
-
-    def step(self, batches: list[tuple[Tensor, Tensor]]) -> list[Counted]:
-        """All forwards of an inner step, then all backwards in another order, then the optimizers."""
-        *others, last = self.replicas
-        gradients = {}
-        for key, (inputs, side) in enumerate(batches):
-            hidden = inputs
-            for stage, replica in enumerate(others):
-                hidden = self.crossed(stage, replica.forward(key, hidden))
-            gradient, loss = last.last(hidden, side, side.numel())
-            gradients[key] = gradient, side.numel(), loss
-        for key, (last_gradient, tokens, loss) in reversed(gradients.items()):
-            gradient = last_gradient
-            for stage in reversed(range(len(others))):
-                assert gradient is not None
-                gradient = others[stage].backward(key, self.crossed(stage, gradient), tokens, loss)
-        counted = [replica.take() for replica in self.replicas]
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        return counted
-
-
-def train_whole(stages: Stages, steps: int) -> Chain:
-    """The same model unsplit: the mean loss over all tokens of a step."""
-    chain = Chain(stages.build(7, stage) for stage in range(len(stages)))
-    optimizer = torch.optim.SGD(chain.parameters(), lr=0.5)
-    for step in range(steps):
-        total = sum(stages.loss(chain(x), side) for x, side in microbatches(step, 3))
-        (total / sum(side.numel() for _, side in microbatches(step, 3))).backward()  # type: ignore[union-attr]
-        optimizer.step()
-        optimizer.zero_grad()
-    return chain
-
-
-@pytest.mark.parametrize(("count", "recompute"), [(2, False), (3, True), (4, False)])
-def test_split_equals_whole(count: int, recompute: bool) -> None:
-    stages = byte_stages(count)
-    line = Line(stages, "fp32", recompute)
-    for step in range(5):
-        line.step(microbatches(step, 3))
-    whole = train_whole(stages, 5)
-    ours = Chain(line.modules).state_dict()
-    for name, values in whole.state_dict().items():
-        torch.testing.assert_close(ours[name], values, rtol=0, atol=1e-6)
-
-
-def test_int8_boundaries_stay_close() -> None:
-    stages = byte_stages(2)
-    line = Line(stages, "int8")
-    counted = [line.step(microbatches(step, 3)) for step in range(5)][-1]
-    assert counted[0].tokens == counted[1].tokens == 3 * 32
-    assert counted[0].loss == counted[1].loss
-    whole, ours = train_whole(stages, 5).state_dict(), Chain(line.modules).state_dict()
-    for name, values in whole.items():
-        torch.testing.assert_close(ours[name], values, rtol=0, atol=5e-3)
 
 
 def test_recomputation_draws_the_same_numbers() -> None:
@@ -149,26 +72,6 @@ def test_a_dropped_microbatch_is_in_neither_sum() -> None:
     assert module.weight.grad is not None
     torch.testing.assert_close(module.weight.grad, x.sum(0).expand(4, 4) / 2)
     assert replica.take() == Counted()
-
-
-def test_a_stage_is_drawn_from_its_number_alone() -> None:
-    stages = byte_stages(4)
-    before = torch.get_rng_state()
-    alone = stages.build(3, 2).state_dict()
-    assert torch.equal(before, torch.get_rng_state())
-    other = stages.build(3, 1).state_dict()["blocks.1.mix_in.weight"]
-    again = stages.build(3, 2).state_dict()
-    assert all(torch.equal(alone[name], again[name]) for name in alone)
-    assert not torch.equal(alone["blocks.2.mix_in.weight"], other)
-
-
-def test_stages_hold_what_the_whole_model_holds() -> None:
-    whole = sum(p.numel() for p in ByteGPT(SHAPE).parameters())
-    head = SHAPE.width * SHAPE.vocab_size
-    for count in range(1, 5):
-        stages = byte_stages(count)
-        parts = sum(p.numel() for stage in range(count) for p in stages.build(0, stage).parameters())
-        assert parts == whole + head
 
 
 def test_what_crosses_is_known_without_computing() -> None:

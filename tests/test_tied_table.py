@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from p2p_co2.recipes.byte_gpt import byte_gpt_stages
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer.ledger.kept import Encoded
-from tests.test_stages import SHAPE, Line, microbatches
+from tests.stage_line import Line
+from tests.test_stages import SHAPE, microbatches
 
 FP32 = get_codec("fp32")
 CLIPS = ("none", "rms", "elementwise")
@@ -29,8 +32,8 @@ def union_mean(gradients: list[Tensor], tokens: list[int], uses: int = 2) -> Enc
 
 
 def stepped(
-    config: OuterConfig, state: outer.OuterState, mean: Encoded | Tensor, late: int
-) -> outer.OuterState:
+    config: OuterConfig, state: outer.AgreedState, mean: Encoded | Tensor, late: int
+) -> outer.AgreedState:
     largest = None if isinstance(mean, Tensor) else mean.largest()
     return outer.step(config, state, mean, max(0, state.version - late), largest=largest)[0]
 
@@ -45,7 +48,7 @@ def drawn(seed: int, count: int, values: int = 300) -> list[Tensor]:
     return [torch.randint(-512, 513, (values,), generator=generator) / 1024 for _ in range(count)]
 
 
-def same(one: outer.OuterState, other: outer.OuterState) -> bool:
+def same(one: outer.AgreedState, other: outer.AgreedState) -> bool:
     return torch.equal(one.params, other.params) and torch.equal(one.momentum, other.momentum)
 
 
@@ -118,15 +121,18 @@ def test_both_stages_begin_with_the_same_table() -> None:
 def test_fused_training_is_the_unsplit_tied_model(count: int) -> None:
     """A round after every inner step of SGD: the same parameters as those of the model that has one table."""
     stages = byte_gpt_stages(SHAPE, count, tied=True)
-    line, whole = Line(stages, "fp32"), stages.whole(7)
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.5)
+    optimizer_of = partial(torch.optim.SGD, lr=0.5)
+    batches = (one for step in range(5) for one in microbatches(step, 3))
+    line = Line(stages, chain(microbatches(0, 1), batches), optimizer_of, 7, "fp32", "fp32")
+    whole = stages.whole(7)
+    optimizer = optimizer_of(whole.parameters())
     tables = [line.modules[stage].get_parameter(stages.tied_name(stage)) for stage in (0, count - 1)]
     run = config(lr=1.0, momentum=0.0, nesterov=False, clip="none", gap_penalty=False)
     state = outer.init(tables[0])
     for step in range(5):
-        counted = line.step(microbatches(step, 3))
+        line.step(3)
         moved = [state.params - table.detach().flatten() for table in tables]
-        state = stepped(run, state, union_mean(moved, [counted[0].tokens, counted[-1].tokens]), late=0)
+        state = stepped(run, state, union_mean(moved, [1, 1]), late=0)
         with torch.no_grad():
             for table in tables:
                 table.copy_(state.params.view_as(table))

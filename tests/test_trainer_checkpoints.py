@@ -13,7 +13,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -43,8 +43,8 @@ from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.tensors.names import named_buffers
 from p2p_co2.trainer import resuming
 from p2p_co2.trainer import saver as saver_module
-from p2p_co2.trainer.exchanged_model import Plan
-from p2p_co2.trainer.rates import Rates
+from p2p_co2.trainer.exchanged_model import TrainingSetup
+from p2p_co2.trainer.rates import LearningRates
 from p2p_co2.trainer.saver import Saver
 from p2p_co2.wire.identity import PeerId
 from tests.trainer_bench import Bench
@@ -67,7 +67,7 @@ class Saving:
             change(self.model, self.optimizer)
         config = PeerConfig(folder=folder, checkpoint_every_s=ARE_NONE_DUE_S)
         fragments = plan_fragments(self.model, 2)
-        self.plan = Plan(self.bench.run, config, fragments, self.model, self.optimizer)
+        self.plan = TrainingSetup(self.bench.run, config, fragments, self.model, self.optimizer)
         self.saver = Saver(
             self.plan, self.bench.ledger, self.bench.sync, self.bench.exchanged.live, self.bench.wire.report
         )
@@ -309,17 +309,10 @@ ODD: dict[str, tuple[Callable[[nn.Module, Any], None], str]] = {
         of_buffer(torch.eye(3).to_sparse()),
         "the buffer kept (a tensor of layout sparse_coo)",
     ),
-    "a wide complex buffer": (of_buffer(torch.zeros(2, dtype=torch.complex128)), "a tensor of complex128"),
     "an object in a group": (of_group(Odd()), "'kept' of a group (a Odd)"),
-    "a function in a group": (of_group(print), "'kept' of a group"),
-    "an object in a state": (of_state(Odd()), "the state of a parameter (a Odd)"),
     "no state_dict": (
         without_state_dict(NotImplementedError("gather it first")),
         "raises NotImplementedError: gather it first",
-    ),
-    "a state_dict that asserts": (
-        without_state_dict(AssertionError("one group")),
-        "AssertionError: one group",
     ),
 }
 
@@ -500,12 +493,10 @@ def same_states(left: Optimizer, right: Optimizer) -> bool:
         lambda model: Adam(model.parameters(), lr=torch.tensor(0.1)),
         lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
         lambda model: SGD(model.parameters(), lr=0.1),
-        lambda model: torch.optim.LBFGS(model.parameters()),
+        lambda model: torch.optim.LBFGS(model.parameters(), max_iter=2),
         lambda model: torch.optim.Adafactor(model.parameters()),
-        lambda model: torch.optim.NAdam(model.parameters()),
-        lambda model: torch.optim.Rprop(model.parameters()),
     ],
-    ids=["Adam", "groups", "AMSGrad", "tensor-lr", "momentum", "SGD", "LBFGS", "Adafactor", "NAdam", "Rprop"],
+    ids=["Adam", "groups", "AMSGrad", "tensor-lr", "momentum", "SGD", "LBFGS", "Adafactor"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_goes_on_with_the_inner_optimizer_that_was_saved(
@@ -557,15 +548,14 @@ def test_a_state_keeps_its_dtype_whatever_its_parameters_is(tmp_path: Path) -> N
 @pytest.mark.parametrize("was_wrapped", [True, False])
 def test_a_compiled_model_and_a_plain_one_go_on_from_each_other(tmp_path: Path, was_wrapped: bool) -> None:
     model, again = Net(), Net()
-    wrapped, unwrapped = (
-        (torch.compile(model, backend="eager"), again),
-        (model, torch.compile(again, backend="eager")),
+    saved, resumed = (
+        cast(nn.Module, torch.compile(one, backend="eager")) if is_wrapped else one
+        for one, is_wrapped in ((model, was_wrapped), (again, not was_wrapped))
     )
-    saved, resumed = wrapped if was_wrapped else unwrapped
-    optimizer, other = adam(saved), adam(resumed)  # type: ignore[arg-type]
+    optimizer, other = adam(saved), adam(resumed)
     train(model, optimizer)
-    write(tmp_path, saved, optimizer)  # type: ignore[arg-type]
-    assert resume(tmp_path, resumed, other) == []  # type: ignore[arg-type]
+    write(tmp_path, saved, optimizer)
+    assert resume(tmp_path, resumed, other) == []
     assert same_states(optimizer, other)
     assert torch.equal(model.norm.running_mean, again.norm.running_mean)
 
@@ -598,28 +588,9 @@ def test_frozen_parameters_stay_where_the_model_came_from(tmp_path: Path) -> Non
     ids=["Exponential", "Step", "Cosine", "Lambda", "OneCycle"],
 )
 def test_a_scheduler_goes_on_from_the_rate_that_was_saved(tmp_path: Path, make: Any) -> None:
-    model = Net()
-    optimizer = adam(model)
-    scheduler = make(optimizer)
-    expected = []
-    for step in range(6):
-        if step == 3:
-            write(tmp_path, model, optimizer)
-            kept = scheduler.state_dict()
-        optimizer.step()
-        scheduler.step()
-        expected.append(optimizer.param_groups[0]["lr"])
-    again = Net()
-    other = adam(again)
-    later = make(other)
-    assert resume(tmp_path, again, other) == []
-    later.load_state_dict(kept)
-    rates = []
-    for _ in range(3):
-        other.step()
-        later.step()
-        rates.append(other.param_groups[0]["lr"])
-    assert rates == pytest.approx(expected[3:])
+    expected, found, told = rates_after_resume(tmp_path, make, 3, kept=True)
+    assert found == pytest.approx(expected)
+    assert not told
 
 
 def rates_after_resume(
@@ -641,7 +612,7 @@ def rates_after_resume(
     model = Net()
     optimizer = adam(model)
     scheduler = make(optimizer)
-    rates = Rates(optimizer, None, told.append)
+    rates = LearningRates(optimizer, None, told.append)
     assert resume(folder, model, optimizer) == []
     rates.resumed()
     if kept:

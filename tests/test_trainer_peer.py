@@ -43,7 +43,7 @@ from p2p_co2.trainer.session import Participation, Session
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.wire.identity import Identity
 from tests.paced_recipe import Descent
-from tests.peer_bench import NEW, STEPS, Lone, impatient, meet
+from tests.trainer_bench import NEW, STEPS, Lone, impatient, meet
 
 __all__ = ["impatient"]
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -95,20 +95,25 @@ def test_a_whole_number_of_tokens_is_taken_as_whatever_it_comes(lone: Lone, toke
     assert load(lone.folder / "checkpoint").tokens == 64
 
 
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        -5, 64.5, math.nan, math.inf, True, None, "64", {"tokens": 64}, [64], torch.tensor([1, 2]), 2**70,
-        torch.tensor(-1), torch.tensor(math.nan), torch.tensor(True), torch.tensor(1j), np.array([1, 2]),
-        torch.ones((), device="meta"),
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_other_tokens_are_refused_at_the_call(lone: Lone, tokens: Any) -> None:
-    with pytest.raises(ConfigError, match=r"step: tokens: is .*; give how many tokens.*int\(mask.sum\(\)\)"):
-        lone.train(tokens)
+NO_TOKENS = [
+    -5, 64.5, math.nan, math.inf, True, None, "64", {"tokens": 64}, [64], torch.tensor([1, 2]), 2**70,
+    torch.tensor(-1), torch.tensor(True), torch.tensor(1j), np.array([1, 2]), torch.ones((), device="meta"),
+]  # fmt: skip
+NO_LOSSES = [
+    None, {"loss": 1.0}, 10**400, "1.5", True, 1j, (1.0, 2.0), torch.ones(3), torch.ones(0),
+    torch.tensor(1j), torch.tensor(True), torch.ones((), device="meta"), np.ones(3),
+]  # fmt: skip
+
+
+def test_other_numbers_are_refused_at_the_call_which_changes_nothing(lone: Lone) -> None:
+    for tokens in NO_TOKENS:
+        with pytest.raises(ConfigError, match=r"step: tokens: is .*; give how many.*int\(mask.sum\(\)\)"):
+            lone.train(tokens)
+    for loss in NO_LOSSES:
+        with pytest.raises(ConfigError, match=r"step: loss: is .*as one number: loss.mean\(\)"):
+            lone.train(loss=loss)
     assert lone.peer.inner_steps == 0
-    assert lone.train(64)  # the call changed nothing
+    assert lone.train(64)
 
 
 @pytest.mark.parametrize(
@@ -121,20 +126,6 @@ def test_one_number_is_a_loss(lone: Lone, loss: Any) -> None:
     assert lone.train(loss=given)
     lone.sync.report()
     assert lone.wire.seen(ev.Progress)[-1]["loss"] == pytest.approx(float(loss))
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        None, {"loss": 1.0}, 10**400, "1.5", True, 1j, (1.0, 2.0), torch.ones(3), torch.ones(0),
-        torch.tensor(1j), torch.tensor(True), torch.ones((), device="meta"), np.ones(3),
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_other_losses_are_refused_at_the_call(lone: Lone, loss: Any) -> None:
-    with pytest.raises(ConfigError, match=r"step: loss: is .*as one number: loss.mean\(\)"):
-        lone.train(loss=loss)
-    assert lone.peer.inner_steps == 0
 
 
 def test_a_loss_that_is_not_finite_is_unknown_and_training_goes_on(lone: Lone) -> None:
@@ -335,24 +326,8 @@ def test_a_last_checkpoint_that_cannot_be_written_is_told_when_all_else_is_done(
     assert "no space left" in lone.wire.events[-1][1]["text"]
 
 
-def test_sigterm_asks_a_loop_to_end_unless_the_program_handles_it(lone: Lone) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        with lone.peer:
-            assert lone.train()
-            signal.raise_signal(signal.SIGTERM)
-            assert not lone.train()
-        assert load(lone.folder / "checkpoint").inner_steps == 2
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with lone.peer:
-            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_a_loop_that_goes_on_after_sigterm_leaves_and_has_the_signal_back(lone: Lone) -> None:
+def test_sigterm_asks_a_loop_to_end_and_is_the_programs_again_afterwards(lone: Lone) -> None:
+    """One that goes on all the same leaves, so that nothing is lost. A program's own handler stays."""
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
@@ -365,6 +340,9 @@ def test_a_loop_that_goes_on_after_sigterm_leaves_and_has_the_signal_back(lone: 
             assert lone.wire.ended_with
             assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
             assert load(lone.folder / "checkpoint").inner_steps == 2
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with lone.peer:
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -400,10 +378,7 @@ CHANGES: list[tuple[Callable[[Any], Any], str]] = [
         lambda lone: lone.model.__setitem__(2, nn.Linear(6, 5)),
         r"2.weight: was float32 \(4, 6\) in join and is",
     ),
-    (lambda lone: setattr(lone.model[2].weight, "data", torch.zeros(5, 6)), r"is float32 \(5, 6\)"),
-    (lambda lone: lone.model.__delitem__(2), "3.weight: is gone since join|2.weight: was"),
     (lambda lone: setattr(lone.model[3], "weight", lone.model[2].weight), "3.weight: is gone since join"),
-    (lambda lone: nn.utils.parametrizations.weight_norm(lone.model[2]), "2.weight: is gone since join"),
     (lambda lone: lone.model.half(), "2.weight: was float32 .* in join and is float16"),
     (
         lambda lone: lone.model.load_state_dict(copy.deepcopy(lone.model.state_dict()), assign=True),
@@ -549,32 +524,27 @@ def test_a_loop_of_ones_own_listens_where_the_command_line_does(tmp_path: Path, 
     assert peer_config(None, {}).host == "127.0.0.1"
 
 
-def test_a_callback_that_fails_ends_the_training_and_not_only_a_line_of_a_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        *((OSError(number, "nobody reads it"), False) for number in (errno.EPIPE, errno.EIO, errno.ENOSPC)),
+        (OSError(errno.EACCES, "it is somebody else's"), True),
+        (ValueError("a bug of the caller's"), True),
+    ],
+)
+def test_a_callback_that_fails_ends_the_training_unless_only_its_terminal_is_gone(
+    tmp_path: Path, error: Exception, ends: bool
+) -> None:
     def on_event(event: ev.Event) -> None:
-        raise ValueError("the caller's disk is full")
+        raise error
 
     me = Identity.load_or_create(tmp_path / "identity").peer_id
     ticket = Ticket(bytes(32), me, (f"/ip4/127.0.0.1/tcp/1/p2p/{me}",))
-    thread = Session(ticket, PeerConfig(folder=tmp_path), on_event)
-    with pytest.raises(ValueError, match="disk is full"):
-        thread.on_event(ev.Warned(at=0.0, peer=me, text="something"))
-    with pytest.raises(ValueError, match="disk is full"):
-        raise cast(Exception, thread.failure)
-    thread.close()
-
-
-@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO, errno.ENOSPC])
-def test_a_callback_whose_terminal_is_gone_ends_nothing(tmp_path: Path, number: int) -> None:
-    def on_event(event: ev.Event) -> None:
-        raise OSError(number, "nobody reads it")
-
-    me = Identity.load_or_create(tmp_path / "identity").peer_id
-    thread = Session(
-        Ticket(bytes(32), me, (f"/ip4/127.0.0.1/tcp/1/p2p/{me}",)), PeerConfig(folder=tmp_path), on_event
-    )
-    thread.on_event(ev.Warned(at=0.0, peer=me, text="something"))
-    assert thread.failure is None
-    thread.close()
+    session = Session(ticket, PeerConfig(folder=tmp_path), on_event)
+    with pytest.raises(type(error)) if ends else nullcontext():
+        session.on_event(ev.Warned(at=0.0, peer=me, text="something"))
+    assert session.failure is (error if ends else None)
+    session.close()
 
 
 # ---- the front door takes: two peers that start alike and train apart end alike
@@ -712,12 +682,6 @@ def meta() -> Made:
     return model, sgd(model)
 
 
-def frozen_meta() -> Made:
-    model = plain()
-    model[0].to("meta").requires_grad_(False)
-    return model, sgd(model[2])
-
-
 def meta_buffer() -> Made:
     model = plain()
     model[2].register_buffer("mask", torch.ones(2, device="meta"))
@@ -728,17 +692,13 @@ def lazy() -> Made:
     return nn.Sequential(nn.LazyLinear(3)), sgd(plain())
 
 
-def changed(change: Callable[[nn.Sequential], None], early: bool = True) -> Callable[[], Made]:
-    """The plain model after a change, before or after its optimizer is made."""
+def changed(change: Callable[[nn.Sequential], None]) -> Callable[[], Made]:
+    """The plain model after a change, and its optimizer."""
 
     def made() -> Made:
         model = plain()
-        if early:
-            change(model)
-        optimizer = sgd(model)
-        if not early:
-            change(model)
-        return model, optimizer
+        change(model)
+        return model, sgd(model)
 
     return made
 
@@ -765,11 +725,8 @@ def overlap(model: nn.Sequential) -> None:
     )
 
 
-def not_finite(value: float) -> Callable[[nn.Sequential], None]:
-    def change(model: nn.Sequential) -> None:
-        model[2].weight.data[1, 2] = value
-
-    return change
+def not_finite(model: nn.Sequential) -> None:
+    model[2].weight.data[1, 2] = math.nan
 
 
 def in_inference_mode() -> Made:
@@ -803,16 +760,8 @@ REFUSED: dict[str, tuple[Callable[[], Made], str]] = {
     "no model": (lambda: (None, sgd(plain())), r"join: model: is None; give the torch.nn.Module"),
     "no optimizer": (lambda: (plain(), None), r"join: optimizer: is None; give the model first"),
     "swapped": (lambda: (sgd(plain()), plain()), "join: model: is of type SGD"),
-    "two models": (lambda: (plain(), plain()), "join: optimizer: is of type Sequential"),
-    "parameters": (lambda: (list(plain().parameters()), sgd(plain())), "join: model: is of type list"),
-    "a scheduler": (
-        lambda: (plain(), torch.optim.lr_scheduler.ConstantLR(sgd(plain()))),
-        "join: optimizer: is of type ConstantLR",
-    ),
     "all frozen": (changed(lambda model: model.requires_grad_(False) and None), "no parameter to train"),
-    "nothing in it": (lambda: (nn.Tanh(), sgd(plain())), "no parameter to train"),
     "meta": (meta, r"0.weight: has no values yet .*to_empty"),
-    "frozen on meta": (frozen_meta, r"0.weight: has no values yet"),
     "a meta buffer": (meta_buffer, r"2.mask: has no values yet"),
     "lazy": (lazy, r"0.weight: has no values yet .*make one forward pass"),
     "complex": (
@@ -830,24 +779,15 @@ REFUSED: dict[str, tuple[Callable[[], Made], str]] = {
     "tied by data": (changed(tie_by_data), r"shares memory with (0|3).weight.*make them one parameter"),
     "overlapping": (changed(overlap), r"2.weight: shares memory with 0.weight"),
     "expanded": (changed(weight(lambda one: one[:1].expand(6, 8))), r"0.weight: .*memory of their own"),
-    "strided over itself": (
-        changed(weight(lambda one: one.as_strided((6, 8), (1, 1)))),
-        r"0.weight: .*memory of their own",
-    ),
     "a special tensor": (
         changed(weight(lambda one: one.as_subclass(Scaled))),
         r"0.weight: is a Scaled of float32",
     ),
     "made in inference mode": (in_inference_mode, r"0.weight: is a Tensor of float32, strided; .*leaves"),
-    "NaN": (changed(not_finite(float("nan"))), r"2.weight: has values that are not finite"),
-    "Inf": (changed(not_finite(float("-inf"))), r"2.weight: has values that are not finite"),
+    "NaN": (changed(not_finite), r"2.weight: has values that are not finite"),
     "an optimizer of another copy": (
         lambda: (copy.deepcopy(plain()), sgd(plain())),
         r"holds none of the model's parameters \(0.weight",
-    ),
-    "replaced after the optimizer": (
-        changed(weight(torch.ones_like), early=False),
-        r"0.weight: is trained by no group",
     ),
     "an optimizer of half": (
         half_trained,
@@ -858,8 +798,6 @@ REFUSED: dict[str, tuple[Callable[[], Made], str]] = {
         r"trains a parameter of shape \(3, 7\) that is not the model's",
     ),
     "a rate of 0": (rated(0.0), r"optimizer: param_groups\[0\]: has the learning rate 0.0; give it the rate"),
-    "a rate that is NaN": (rated(float("nan")), r"param_groups\[0\]: has the learning rate nan"),
-    "a negative rate": (rated(-0.1), r"param_groups\[0\]: has the learning rate -0.1"),
     "a tensor rate of 0": (rated(torch.tensor(0.0)), r"param_groups\[0\]: has the learning rate"),
 }
 
@@ -880,6 +818,7 @@ def one_process() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+    torch._C._clear_DTensor_sharding_propagator_cache()  # it holds the group, which no forked child can end
 
 
 def sharded_after_the_optimizer() -> Made:

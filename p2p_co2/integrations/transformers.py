@@ -28,6 +28,7 @@ from p2p_co2.swarm.data import reseed, warn_of_a_stream
 from p2p_co2.swarm.joining import check_names, join
 from p2p_co2.swarm.swarm import Swarm, at_exit
 from p2p_co2.system.extras import require
+from p2p_co2.trainer.rates import put_rate
 
 if TYPE_CHECKING:
     from p2p_co2.swarm.options import Options
@@ -148,7 +149,4 @@ def _rates_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def _set_rates(optimizer: torch.optim.Optimizer, rates: list[Any]) -> None:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].copy_(rate)
-        else:
-            group["lr"] = rate
+        put_rate(group, rate)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from p2p_co2.recipes.recipe import Recipe
+from p2p_co2.tensors.names import owned_by
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -93,5 +94,4 @@ def clip_(optimizers: Iterable[Optimizer], max_norm: float | None) -> None:
     """Shorten the gradients of all that ``optimizers`` own to ``max_norm``, as one vector; None leaves
     them."""
     if max_norm is not None:
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        nn.utils.clip_grad_norm_([one for group in groups for one in group["params"]], max_norm)
+        nn.utils.clip_grad_norm_([one for optimizer in optimizers for one in owned_by(optimizer)], max_norm)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from p2p_co2.errors import ConfigError
+from p2p_co2.tensors.names import owned_by
 from p2p_co2.tensors.private import add_state_hooks, state_hooks
 
 
@@ -26,7 +27,7 @@ class _States(MutableMapping[Tensor, Any]):
 
     def _of(self, parameter: Tensor) -> Any:
         for part in self._parts:
-            if parameter in part.state or any(parameter is one for one in _owned(part)):
+            if parameter in part.state or any(parameter is one for one in owned_by(part)):
                 return part.state
         raise KeyError(parameter)
 
@@ -66,7 +67,7 @@ class Optimizers(Optimizer):
     def _check_shared(self) -> None:
         seen = set[int]()
         for part in self.parts:
-            own = {id(parameter) for parameter in _owned(part)}
+            own = {id(parameter) for parameter in owned_by(part)}
             if seen & own:
                 problem = "two of them train the same parameter; give each parameter to one optimizer"
                 raise ConfigError("join", "optimizer", problem)
@@ -127,7 +128,7 @@ class Optimizers(Optimizer):
             states |= {first + number: state for number, state in said["state"].items()}
             for group in said["param_groups"]:
                 groups.append({**group, "params": [first + number for number in group["params"]]})
-            first += len(_owned(part))
+            first += len(owned_by(part))
         return {"state": states, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -150,7 +151,7 @@ class Optimizers(Optimizer):
         for part in self.parts:
             own = groups[: len(part.param_groups)]
             groups = groups[len(part.param_groups) :]
-            stop = first + len(_owned(part))
+            stop = first + len(owned_by(part))
             states = {at - first: one for at, one in state_dict["state"].items() if first <= at < stop}
             moved = [{**group, "params": [at - first for at in group["params"]]} for group in own]
             part.load_state_dict({"state": states, "param_groups": moved})
@@ -160,5 +161,6 @@ class Optimizers(Optimizer):
         return f"{type(self).__name__}({', '.join(type(part).__name__ for part in self.parts)})"
 
 
-def _owned(part: Optimizer) -> list[Tensor]:
-    return [parameter for group in part.param_groups for parameter in group["params"]]
+def as_one(made: Any) -> Any:
+    """A list of optimizers as one; anything else as it is, for ``check_model`` to look at."""
+    return Optimizers(made) if isinstance(made, list | tuple) else made

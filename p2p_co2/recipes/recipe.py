@@ -31,7 +31,7 @@ from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, byte_gpt_stages, next_token
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus, option_error, text_corpus, token_corpus
 from p2p_co2.recipes.drawing import drawn_from
 from p2p_co2.recipes.helpers import Helper, helpers_of, serve
-from p2p_co2.recipes.optimizers import Optimizers
+from p2p_co2.recipes.optimizers import Optimizers, as_one
 from p2p_co2.recipes.stages import Stages
 from p2p_co2.system.machine import available_memory_bytes
 
@@ -80,8 +80,8 @@ def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 def _made_one(make: Callable[[Iterable[nn.Parameter]], Any], parameters: Iterable[nn.Parameter]) -> Optimizer:
     """What ``make`` makes; a list of optimizers as one."""
-    made = make(parameters)
-    return Optimizers(made) if isinstance(made, list | tuple) else made
+    made: Optimizer = as_one(make(parameters))
+    return made
 
 
 def warm_up(position: float, rounds: float = WARMUP_ROUNDS) -> float:

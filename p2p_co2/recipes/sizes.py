@@ -9,15 +9,13 @@ sizes on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
 
 from p2p_co2.config import RunConfig
 from p2p_co2.recipes.recipe import Recipe
+from p2p_co2.tensors.stages.replica import saved_bytes
 
 _DECODED_BYTES = 4
 """Of a value that has crossed: it is fp32, whatever the codec."""
@@ -46,7 +44,7 @@ def stage_sizes(recipe: Recipe, run: RunConfig) -> list[StageSize]:
     hidden = inputs.to("meta")
     sizes = list[StageSize]()
     for module, shape in zip(stages.outlines(), shapes, strict=True):
-        with _saved(module) as saved, torch.device("meta"):
+        with saved_bytes(module) as saved, torch.device("meta"):
             output = module(hidden)
             if not shape:
                 stages.loss(output, side.to("meta"))
@@ -61,19 +59,3 @@ def stage_sizes(recipe: Recipe, run: RunConfig) -> list[StageSize]:
         )
         hidden = output.detach().float().requires_grad_()
     return sizes
-
-
-@contextmanager
-def _saved(module: nn.Module) -> Iterator[dict[int, int]]:
-    """While entered, what autograd keeps beside the module's own tensors: bytes by storage."""
-    saved = dict[int, int]()
-    own = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            saved[storage._cdata] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield saved

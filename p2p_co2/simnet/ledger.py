@@ -23,7 +23,7 @@ from p2p_co2.simnet.virtual_time import ProcessLoop
 from p2p_co2.simnet.work import BLOCK_BYTES, Offered, Saved, State, Work, add, mean_of, unpack
 from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors.outer import Merge, StepReport
-from p2p_co2.trainer.ledger.fragment_state import EncodedOffer, Outcome
+from p2p_co2.trainer.ledger.fragment_state import EncodedOffer, FragmentOutcome
 from p2p_co2.wire.schedule import OfferState
 
 TENSOR_BYTES_PER_S = 1e9
@@ -89,7 +89,7 @@ class CountingLedger:
         self.peer = peer
         self.work = work
         self.audit = audit
-        self.outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        self.outcomes: SimpleQueue[FragmentOutcome] = SimpleQueue()
         self.on_outcome: Callable[[], None] = lambda: None
         self.fragments = [_Fragment(start, [work.units] * (len(start.sums) // 2)) for start in starts]
         self._scale = scale
@@ -266,7 +266,7 @@ class CountingLedger:
     def _tell(self, fragment: int, merge: Merge | None = None, **more: Any) -> None:
         mine = self.fragments[fragment]
         mine.told += 1
-        self.outcomes.put(Outcome(fragment, mine.state.version, merge, number=mine.told, **more))
+        self.outcomes.put(FragmentOutcome(fragment, mine.state.version, merge, number=mine.told, **more))
         self.on_outcome()
 
     # ---- the worker

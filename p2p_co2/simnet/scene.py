@@ -13,6 +13,7 @@ from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.catchup.goals import chunk_bytes_of
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.protocol.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S
+from p2p_co2.rule_specs import AGGREGATION_RULES
 from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.internet import Internet, open_parcel, way_between
 from p2p_co2.simnet.laws import Books
@@ -93,7 +94,7 @@ class Scene:
         self.shape = PayloadShape(
             BLOCK_BYTES, settings.blocks, clock.round_s if clock.mode == "time" else 0.0,
             ASSUMED_UPLOAD_BYTES_PER_S / scale, chunk_bytes, scale, settings.run.weight_cap,
-            clock.mode == "steps",
+            clock.mode == "steps", AGGREGATION_RULES[settings.run.aggregation.rule].cuts,
         )  # fmt: skip
         self.starts = starts(settings.blocks, self.state_bytes, chunk_bytes)
         self.books = Books(self.starts, lambda: self.world.now)

@@ -23,7 +23,7 @@ from torch import nn
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, TicketError, TransportError
 from p2p_co2.peer_options import peer_config, peer_options
-from p2p_co2.recipes.optimizers import Optimizers
+from p2p_co2.recipes.optimizers import as_one
 from p2p_co2.swarm.swarm import Swarm
 from p2p_co2.system.extras import missing
 from p2p_co2.system.folders import peer_folder
@@ -192,7 +192,7 @@ def _join(
     if any(swarm.model is model and not swarm.done for swarm in _swarms):
         problem = "is in a swarm already; leave that one first (a Trainer takes one SwarmCallback)"
         raise ConfigError("join", "model", problem)
-    inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _one(optimizer)
+    inner = as_one(optimizer)
     group = form_group(model, inner, lr_schedule)
     if settings.get("threads"):
         torch.set_num_threads(settings["threads"])
@@ -238,11 +238,6 @@ join.__signature__ = inspect.Signature([  # type: ignore[attr-defined]  # for no
     *list(inspect.signature(_join).parameters.values())[:2],
     *(one.replace(annotation=one.annotation[0]) for one in taken_by_name().values()),
 ])  # fmt: skip
-
-
-def _one(optimizer: Any) -> torch.optim.Optimizer:
-    """Several as one; what is no list is looked at by ``check_model``."""
-    return Optimizers(optimizer) if isinstance(optimizer, list | tuple) else optimizer
 
 
 def _peer_config(

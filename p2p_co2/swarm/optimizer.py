@@ -21,6 +21,7 @@ from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.swarm.counting import BatchCounter
 from p2p_co2.swarm.joining import join
 from p2p_co2.swarm.swarm import Swarm, at_exit
+from p2p_co2.tensors.names import owned_by
 
 if TYPE_CHECKING:
     from p2p_co2.swarm.options import Options
@@ -72,7 +73,7 @@ class Optimizer(Optimizers):
         scale = getattr(self, "grad_scale", None)
         if bool(getattr(self, "found_inf", False)):
             return True
-        for parameter in (one for group in self.param_groups for one in group["params"]):
+        for parameter in owned_by(self):
             if scale is not None and parameter.grad is not None:
                 parameter.grad.div_(scale.to(parameter.grad.device))
         return False

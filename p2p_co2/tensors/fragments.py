@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from p2p_co2.errors import ConfigError, LocalProtocolError
 from p2p_co2.system.memory import POOLED_BYTES, large_buffer
 from p2p_co2.tensors.device import await_computed, is_accelerator
-from p2p_co2.tensors.names import named_modules, named_parameters, unwrapped
+from p2p_co2.tensors.names import named_modules, named_parameters, trained_parameters, unwrapped
 from p2p_co2.tensors.outer import Merge
 from p2p_co2.tensors.private import class_of
 
@@ -45,7 +45,7 @@ _OWN_FRAGMENT = 0.25
 
 
 @dataclass(frozen=True)
-class Slice:
+class ParameterSlice:
     """Elements ``start`` to ``stop`` of the parameter ``name``, in row-major order whatever its strides."""
 
     name: str
@@ -58,8 +58,16 @@ class Fragment:
     """Slices that synchronise together; its flat layout is their concatenation, ``numel`` elements."""
 
     index: int
-    slices: tuple[Slice, ...]
+    slices: tuple[ParameterSlice, ...]
     numel: int
+
+    def parts(self) -> Iterator[tuple[ParameterSlice, slice]]:
+        """Its slices, and where each lies in the flat layout."""
+        at = 0
+        for part in self.slices:
+            stop = at + part.stop - part.start
+            yield part, slice(at, stop)
+            at = stop
 
 
 @dataclass(frozen=True)
@@ -90,11 +98,7 @@ def plan_fragments(module: nn.Module, count: int) -> FragmentPlan:
 
     Raises ``ConfigError`` if there are fewer trainable elements than fragments.
     """
-    shapes = {
-        name: tuple(parameter.shape)
-        for name, parameter in named_parameters(module).items()
-        if parameter.requires_grad and parameter.numel() > 0
-    }
+    shapes = {name: tuple(parameter.shape) for name, parameter in trained_parameters(module).items()}
     units = list(_units(module))
     total = sum(unit.numel for unit in units)
     if count < 1 or total < count:
@@ -108,15 +112,18 @@ def plan_fragments(module: nn.Module, count: int) -> FragmentPlan:
         Fragment(index, tuple(slices), sum(part.stop - part.start for part in slices))
         for index, slices in enumerate(pieces)
     )
-    return FragmentPlan(fragments, _digest(fragments, shapes))
+    return FragmentPlan(fragments, _table_digest(plan_table(fragments, shapes)))
 
 
 Table = list[list[list[Any]]]
 
 
-def plan_table(plan: FragmentPlan, shapes: Mapping[str, tuple[int, ...]]) -> Table:
-    """``plan`` as JSON: of each fragment the slices, [name, shape, start, stop] each."""
-    return _table(plan.fragments, shapes)
+def plan_table(fragments: Sequence[Fragment], shapes: Mapping[str, tuple[int, ...]]) -> Table:
+    """A plan's ``fragments`` as JSON: of each the slices, [name, shape, start, stop] each."""
+    return [
+        [[part.name, list(shapes[part.name]), part.start, part.stop] for part in fragment.slices]
+        for fragment in fragments
+    ]
 
 
 def plan_of_table(table: Table) -> FragmentPlan:
@@ -124,7 +131,7 @@ def plan_of_table(table: Table) -> FragmentPlan:
     ``TypeError`` if it is none."""
     fragments = list[Fragment]()
     for index, rows in enumerate(table):
-        parts = tuple(Slice(str(name), int(start), int(stop)) for name, _, start, stop in rows)
+        parts = tuple(ParameterSlice(str(name), int(start), int(stop)) for name, _, start, stop in rows)
         fragments.append(Fragment(index, parts, sum(part.stop - part.start for part in parts)))
     return FragmentPlan(tuple(fragments), _table_digest(table))
 
@@ -136,37 +143,21 @@ def named_values(
     parameter's shape, host memory."""
     named = dict[str, Tensor]()
     for fragment, values in zip(plan.fragments, flat, strict=True):
-        at = 0
-        for part in fragment.slices:
+        for part, at in fragment.parts():
             if part.name not in named:
                 named[part.name] = torch.empty(shapes[part.name], dtype=torch.float32, device="cpu")
-            stop = at + part.stop - part.start
-            named[part.name].view(-1)[part.start : part.stop] = values[at:stop]
-            at = stop
+            named[part.name].view(-1)[part.start : part.stop] = values[at]
     return named
-
-
-def _table(fragments: Sequence[Fragment], shapes: Mapping[str, tuple[int, ...]]) -> Table:
-    return [
-        [[part.name, list(shapes[part.name]), part.start, part.stop] for part in fragment.slices]
-        for fragment in fragments
-    ]
 
 
 def _table_digest(table: Table) -> bytes:
     return hashlib.sha256(b"p2p-co2 plan\0" + json.dumps(table, separators=(",", ":")).encode()).digest()
 
 
-def _digest(fragments: Sequence[Fragment], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-    return _table_digest(_table(fragments, shapes))
-
-
 def _units(module: nn.Module) -> Iterator[_Unit]:
     """Trainable parameters in the module's order, tied ones once."""
     prefix = _block_list(module)
-    for name, parameter in named_parameters(module).items():
-        if not parameter.requires_grad or parameter.numel() == 0:
-            continue
+    for name, parameter in trained_parameters(module).items():
         key = name[len(prefix) :].split(".", 1)[0] if prefix is not None and name.startswith(prefix) else ""
         yield _Unit(name, parameter.numel(), int(key) if key.isdigit() else None)
 
@@ -208,7 +199,7 @@ def _strided(units: Sequence[_Unit], count: int) -> list[_Unit]:
     return [units[at] for at in order]
 
 
-def _cut_apart(units: Sequence[_Unit], count: int) -> list[list[Slice]] | None:
+def _cut_apart(units: Sequence[_Unit], count: int) -> list[list[ParameterSlice]] | None:
     """Blocks and the rest as fragments of their own, or None where that would make uneven fragments."""
     blocks = [unit for unit in units if unit.block is not None]
     rest = [unit for unit in units if unit.block is None]
@@ -232,18 +223,18 @@ def _cut_apart(units: Sequence[_Unit], count: int) -> list[list[Slice]] | None:
     return None
 
 
-def _cut_together(units: Sequence[_Unit], count: int) -> list[list[Slice]]:
+def _cut_together(units: Sequence[_Unit], count: int) -> list[list[ParameterSlice]]:
     """One tape for everything: blocks first, strided, then the rest."""
     blocks = [unit for unit in units if unit.block is not None]
     rest = [unit for unit in units if unit.block is None]
     return _cut([*_strided(blocks, count), *rest], count, _SNAP)
 
 
-def _sizes(pieces: Sequence[Sequence[Slice]]) -> list[int]:
+def _sizes(pieces: Sequence[Sequence[ParameterSlice]]) -> list[int]:
     return [sum(part.stop - part.start for part in piece) for piece in pieces]
 
 
-def _cut(tape: Sequence[_Unit], count: int, snap: float) -> list[list[Slice]]:
+def _cut(tape: Sequence[_Unit], count: int, snap: float) -> list[list[ParameterSlice]]:
     """Cut a tape of at least ``count`` elements into ``count`` near-equal runs."""
     ends = [0]
     for unit in tape:
@@ -265,9 +256,9 @@ def _cut(tape: Sequence[_Unit], count: int, snap: float) -> list[list[Slice]]:
     return [_slices(tape, ends, start, stop) for start, stop in pairwise(cuts)]
 
 
-def _slices(tape: Sequence[_Unit], ends: Sequence[int], start: int, stop: int) -> list[Slice]:
+def _slices(tape: Sequence[_Unit], ends: Sequence[int], start: int, stop: int) -> list[ParameterSlice]:
     return [
-        Slice(unit.name, max(start, begin) - begin, min(stop, end) - begin)
+        ParameterSlice(unit.name, max(start, begin) - begin, min(stop, end) - begin)
         for unit, begin, end in zip(tape, ends, ends[1:], strict=False)
         if begin < stop and end > start
     ]
@@ -378,7 +369,7 @@ class LiveParameters:
                 for name, parameter in self._exchanged():
                     parameter.copy_(kept[name])
 
-    def _move_copies(self, parameter: Tensor, part: Slice, keep: float, addend: Tensor) -> None:
+    def _move_copies(self, parameter: Tensor, part: ParameterSlice, keep: float, addend: Tensor) -> None:
         """By what is about to be added to ``part`` of the parameter."""
         at = slice(part.start, part.stop)
         for copy in self.copies(part.name):
@@ -388,7 +379,7 @@ class LiveParameters:
             if not copy.is_contiguous():
                 copy.copy_(flat.view(copy.shape))
 
-    def slices(self, index: int) -> Sequence[Slice]:
+    def slices(self, index: int) -> Sequence[ParameterSlice]:
         """Of fragment ``index``: what of it lies here."""
         return self._plan.fragments[index].slices
 
@@ -449,15 +440,12 @@ class LiveParameters:
                 f"fragment {index} is float32 ({numel},), not {values.dtype} {tuple(values.shape)}"
             )
 
-    def _slices(self, index: int) -> Iterator[tuple[Tensor, Slice, slice]]:
+    def _slices(self, index: int) -> Iterator[tuple[Tensor, ParameterSlice, slice]]:
         """Parameter, its slice, and where that lies in the flat fragment."""
-        at = 0
-        for part in self._plan.fragments[index].slices:
-            stop = at + part.stop - part.start
-            yield self._parameters[part.name], part, slice(at, stop)
-            at = stop
+        for part, at in self._plan.fragments[index].parts():
+            yield self._parameters[part.name], part, at
 
-    def _with(self, index: int, values: Tensor) -> Iterator[tuple[Tensor, Slice, slice, Tensor]]:
+    def _with(self, index: int, values: Tensor) -> Iterator[tuple[Tensor, ParameterSlice, slice, Tensor]]:
         """As ``_slices``, with ``values`` on the parameter's device: one transfer per device."""
         there: dict[torch.device, Tensor] = {}
         for parameter, part, at in self._slices(index):

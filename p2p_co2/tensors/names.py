@@ -10,11 +10,15 @@ author called ``module`` keeps its name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from p2p_co2.tensors.private import inner_module, names_not_saved, own_modules, own_tensors
+
+_Kind = TypeVar("_Kind", bound=Tensor)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -40,16 +44,43 @@ def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from walk("", module)
 
 
-def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of ``module`` by plain name, in the module's order, tied ones under their first name."""
-    found = dict[str, nn.Parameter]()
+def _named(module: nn.Module, own: Callable[[nn.Module], Iterable[tuple[str, _Kind]]]) -> dict[str, _Kind]:
+    """What each module has of its ``own`` by plain name, in the module's order, each under its first name."""
+    found = dict[str, _Kind]()
     seen = set[int]()
     for path, part in named_modules(module):
-        for name, parameter in part.named_parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                found[f"{path}.{name}" if path else name] = parameter
+        for name, one in own(part):
+            if id(one) not in seen:
+                seen.add(id(one))
+                found[f"{path}.{name}" if path else name] = one
     return found
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of ``module`` by plain name, in the module's order, tied ones under their first name."""
+    return _named(module, lambda part: part.named_parameters(recurse=False))
+
+
+def named_buffers(module: nn.Module, persistent: bool = False) -> dict[str, Tensor]:
+    """The buffers of ``module`` by plain name, in the module's order, shared ones under their first name.
+    ``persistent``: only those that a ``state_dict`` would have."""
+
+    def own(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        left_out = names_not_saved(part) if persistent else set[str]()
+        return (pair for pair in part.named_buffers(recurse=False) if pair[0] not in left_out)
+
+    return _named(module, own)
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Those that fragments hold, by plain name, in the module's order."""
+    named = named_parameters(module).items()
+    return {name: one for name, one in named if one.requires_grad and one.numel()}
+
+
+def owned_by(optimizer: Optimizer) -> list[Tensor]:
+    """Its parameters, in the order in which a ``state_dict`` numbers them."""
+    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
@@ -70,18 +101,4 @@ def shared_names(module: nn.Module) -> dict[str, str]:
             walk(f"{path}{key}.", child)
 
     walk("", module)
-    return found
-
-
-def named_buffers(module: nn.Module, persistent: bool = False) -> dict[str, Tensor]:
-    """The buffers of ``module`` by plain name, in the module's order, shared ones under their first name.
-    ``persistent``: only those that a ``state_dict`` would have."""
-    found = dict[str, Tensor]()
-    seen = set[int]()
-    for path, part in named_modules(module):
-        left_out = names_not_saved(part) if persistent else set[str]()
-        for name, buffer in part.named_buffers(recurse=False):
-            if name not in left_out and id(buffer) not in seen:
-                seen.add(id(buffer))
-                found[f"{path}.{name}" if path else name] = buffer
     return found

@@ -1,6 +1,6 @@
 """The outer optimizer: momentum, the staleness gap penalty and clipping.
 
-``init`` and ``step`` are an algorithm over a plain ``OuterState``, one per fragment: what a committed mean
+``init`` and ``step`` are an algorithm over a plain ``AgreedState``, one per fragment: what a committed mean
 does to the agreed parameters. How live parameters meet the result the ``outer_rules`` say. In the papers'
 symbols ``params`` is CO2's x and DiLoCo's theta, ``momentum`` CO2's m, ``config.momentum`` beta. The outer
 gradient is ``state.params - params``; the sign is law.
@@ -45,7 +45,7 @@ _SAFE = 1e38
 """Below this, no rounding reaches the end of fp32."""
 
 
-class OuterState(NamedTuple):
+class AgreedState(NamedTuple):
     """The agreed state of one fragment after ``version`` outer steps; the same bits on every peer.
 
     ``params`` and ``momentum``: fp32 [n], host memory. ``mean_square``: running mean square of the applied
@@ -73,10 +73,10 @@ class Readable(Protocol):
     def __getitem__(self, at: slice, /) -> Tensor: ...
 
 
-def init(params: Tensor) -> OuterState:
+def init(params: Tensor) -> AgreedState:
     """Version 0 of a fragment from its starting values ([n], any float dtype, any device; copied)."""
     start = params.detach().to(device="cpu", dtype=torch.float32, copy=True).reshape(-1)
-    return OuterState(0, start, torch.zeros_like(start), 0.0, ())
+    return AgreedState(0, start, torch.zeros_like(start), 0.0, ())
 
 
 def _fresh(numel: int) -> Tensor:
@@ -85,14 +85,14 @@ def _fresh(numel: int) -> Tensor:
 
 def step(
     config: OuterConfig,
-    state: OuterState,
+    state: AgreedState,
     mean: Readable,
     base_version: int,
     *,
     largest: float | None = None,
     reuse: str = "",
     new: Callable[[int], Tensor] = _fresh,
-) -> tuple[OuterState, StepReport]:
+) -> tuple[AgreedState, StepReport]:
     """Apply the committed mean outer gradient of one round.
 
     ``mean``: fp32 [n], with ``largest``, its largest magnitude (inf if it is not finite), unless it is a
@@ -128,7 +128,7 @@ def step(
     if not (math.isfinite(norm) and math.isfinite(moved_norm) and is_finite):
         raise _not_finite()
     moved = (*state.moved_norms, moved_norm)[-MOVED_NORMS_KEPT:]
-    after = OuterState(state.version + 1, params, momentum, mean_square, moved)
+    after = AgreedState(state.version + 1, params, momentum, mean_square, moved)
     return after, StepReport(gap, math.sqrt(done.energy))
 
 
@@ -177,7 +177,7 @@ def _params_step_(
 
 
 def _gap_and_mean_square(
-    config: OuterConfig, state: OuterState, gradient_norm: float, staleness: int
+    config: OuterConfig, state: AgreedState, gradient_norm: float, staleness: int
 ) -> tuple[float, float]:
     """The staleness gap penalty, and the running mean square after this step."""
     gap = _gap(config, state, gradient_norm, staleness)
@@ -189,7 +189,7 @@ def _gap_and_mean_square(
     return gap, mean_square
 
 
-def _gap(config: OuterConfig, state: OuterState, gradient_norm: float, staleness: int) -> float:
+def _gap(config: OuterConfig, state: AgreedState, gradient_norm: float, staleness: int) -> float:
     """1 + how far the agreed parameters moved during the delay, in units of the gradient about to be applied.
 
     The distance is bounded by the sum of the norms of the steps (triangle inequality), so no old parameters
@@ -211,7 +211,7 @@ def clip_bound(config: OuterConfig, mean_square: float) -> float:
     return bound if bound < torch.finfo(torch.float32).max else math.inf
 
 
-def _cannot_fail(config: OuterConfig, state: OuterState, largest: float, inverse: float) -> bool:
+def _cannot_fail(config: OuterConfig, state: AgreedState, largest: float, inverse: float) -> bool:
     """Whether no value on the way can leave fp32, whatever meets whatever. ``largest``: magnitude in the
     mean."""
     applied = largest * inverse

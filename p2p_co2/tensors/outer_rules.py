@@ -23,7 +23,7 @@ from p2p_co2.config import OuterConfig
 from p2p_co2.rule_specs import OUTER_RULES
 from p2p_co2.tensors.codec.base import pieces
 from p2p_co2.tensors.fragments import large_tensor
-from p2p_co2.tensors.outer import Merge, OuterState
+from p2p_co2.tensors.outer import AgreedState, Merge
 
 HALF_PRECISION = 16
 
@@ -32,7 +32,7 @@ Read = Callable[[slice], Tensor]
 """Any range of fp32 [n] as a new tensor."""
 
 
-class Work(NamedTuple):
+class OwnWork(NamedTuple):
     """This peer's part in a step. ``offered``: the outer gradient that it offered; None for no offer.
     ``missed``: the ranges in which that did not reach the mean. ``is_back``: it had been given up, and its
     work is back in the live parameters. ``later``: the gradient of a later offer for the same round, which
@@ -59,7 +59,9 @@ class OuterRule(ABC):
         return 0
 
     @abstractmethod
-    def merge(self, old: OuterState, new: OuterState, work: Work, out: Tensor | None = None) -> Merge | None:
+    def merge(
+        self, old: AgreedState, new: AgreedState, work: OwnWork, out: Tensor | None = None
+    ) -> Merge | None:
         """How live parameters take in the step from ``old`` to ``new``, at any moment after it; None if they
         do not. ``out``: memory for the addend; it may be ``old.params`` itself."""
 
@@ -79,7 +81,7 @@ class Keep(OuterRule):
     def keeps(self, bits: float) -> int:
         return HALF_PRECISION if bits < COARSE_BITS else 0
 
-    def merge(self, old: OuterState, new: OuterState, work: Work, out: Tensor | None = None) -> Merge:
+    def merge(self, old: AgreedState, new: AgreedState, work: OwnWork, out: Tensor | None = None) -> Merge:
         addend = torch.empty_like(old.params) if out is None else out
         for at in pieces(addend.numel()):
             here = torch.sub(new.params[at], old.params[at], out=addend[at])
@@ -92,7 +94,7 @@ class Blend(Keep):
     """``alpha * live + (1 - alpha) * new``. After a mean that missed some of its work a peer does as "keep",
     so as not to lose what nobody else has."""
 
-    def merge(self, old: OuterState, new: OuterState, work: Work, out: Tensor | None = None) -> Merge:
+    def merge(self, old: AgreedState, new: AgreedState, work: OwnWork, out: Tensor | None = None) -> Merge:
         if work.offered is None or work.missed:
             return super().merge(old, new, work, out)
         alpha = self.config.blend_alpha
@@ -103,7 +105,9 @@ class SetOutAnew(OuterRule):
     """With each offer the live parameters become the newest agreed ones. What was offered and did not count
     is put back; what was put back and counts after all is taken out again."""
 
-    def merge(self, old: OuterState, new: OuterState, work: Work, out: Tensor | None = None) -> Merge | None:
+    def merge(
+        self, old: AgreedState, new: AgreedState, work: OwnWork, out: Tensor | None = None
+    ) -> Merge | None:
         if work.offered is None or not (work.missed or work.is_back):
             return None
         addend = large_tensor(new.params.numel())

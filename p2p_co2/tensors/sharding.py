@@ -11,15 +11,13 @@ none. Other cuts, such as tensor parallelism's, are named by ``trouble_with_cut`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-
 import torch
 from torch import Tensor, nn
 
 from p2p_co2.tensors import private
 from p2p_co2.tensors.private import is_dtensor as is_sharded
 
-__all__ = ["Shards", "as_sharded", "held", "is_sharded", "reshard", "shard", "trouble_with_cut"]
+__all__ = ["as_sharded", "held", "is_sharded", "reshard", "shard", "trouble_with_cut"]
 
 
 def shard(tensor: Tensor) -> Tensor:
@@ -85,20 +83,3 @@ def reshard(model: nn.Module) -> None:
     parameters whole until a backward pass, and an evaluation has none."""
     for module in model.modules():
         private.reshard(module)
-
-
-class Shards(Mapping[str, Tensor]):
-    """The shards of named parameters, looked up when they are asked for: FSDP moves them before its first
-    forward pass."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
-
-    def __getitem__(self, name: str) -> Tensor:
-        return shard(self._parameters[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)

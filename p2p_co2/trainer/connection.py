@@ -21,6 +21,7 @@ from p2p_co2.node.node import Node
 from p2p_co2.protocol.pipeline import Place
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.recipes.sizes import stage_sizes
+from p2p_co2.rule_specs import AGGREGATION_RULES
 from p2p_co2.system.extras import missing
 from p2p_co2.system.memory import use_one_arena
 from p2p_co2.system.process import say
@@ -37,7 +38,7 @@ from p2p_co2.tensors.fragments import FragmentPlan, plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
 from p2p_co2.trainer.arrival import Arrival, Beginning, caught_up
-from p2p_co2.trainer.exchanged_model import Plan, check_model
+from p2p_co2.trainer.exchanged_model import TrainingSetup, check_model
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.model_summary import ModelBuffers, summarise
@@ -45,7 +46,7 @@ from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.ranks.group import form_group, spread_buffers
 from p2p_co2.trainer.ranks.parameters import Group
 from p2p_co2.trainer.ranks.peer import LeadingPeer, as_one_peer
-from p2p_co2.trainer.rates import Rates
+from p2p_co2.trainer.rates import LearningRates
 from p2p_co2.trainer.session import Participation, Session
 from p2p_co2.trainer.stages.peer import StagePeer, TrainedGroup, data_seed, fitting, sizes_of
 from p2p_co2.trainer.stages.work import Crossings, StageWork
@@ -171,7 +172,7 @@ class Connection:
             problem = "begins anew, and resume=True asks for a checkpoint; leave one out"
             raise ConfigError("start", "start_over", problem)
         check_model(model, optimizer, in_group=group is not None)
-        rates = Rates(optimizer, learning_rate, self._part.warn)
+        rates = LearningRates(optimizer, learning_rate, self._part.warn)
         stages = self.run.pipeline.stages
         stage = self._part.group.number
         if stages > 1 and stage is None:
@@ -180,7 +181,7 @@ class Connection:
             problem = f"this run has no stages, each peer holds the whole model (got {self.config.stage})"
             raise ConfigError.of_option("--stage", f"{problem}; leave it out")
         fragments = plan_fragments(model, self.run.fragments)
-        plan = Plan(self.run, self.config, fragments, model, optimizer, stage, group)
+        plan = TrainingSetup(self.run, self.config, fragments, model, optimizer, stage, group)
         if group is not None:
             group.ranks.tell("begin", self.run.canonical_bytes().decode())
         saved = self._load(plan, False if start_over else resume)
@@ -311,7 +312,7 @@ class Connection:
                 return saved.stage
         return wanted
 
-    def _load(self, plan: Plan, resume: bool | None) -> Checkpoint | None:
+    def _load(self, plan: TrainingSetup, resume: bool | None) -> Checkpoint | None:
         """The folder's checkpoint, if there is one or must be one."""
         folder = self._checkpoints
         if resume is False or (resume is None and not checkpoints.has_checkpoint(folder)):
@@ -325,7 +326,7 @@ class Connection:
         return self.config.folder / "checkpoint"
 
     def _restored(
-        self, plan: Plan, saved: Checkpoint | None, is_scheduled: bool
+        self, plan: TrainingSetup, saved: Checkpoint | None, is_scheduled: bool
     ) -> tuple[TensorWorker, Progressed]:
         """The tensor worker, and where the peer goes on: from ``saved``, which the model and its optimizer
         take over, or from the model."""
@@ -349,7 +350,7 @@ class Connection:
             self._part.warn(f"a checkpoint is damaged, went on from the checkpoint before it: {damage}")
         return ledger, Progressed(saved.position, saved.inner_steps, saved.tokens)
 
-    def _start_node(self, plan: Plan, ledger: TensorWorker) -> Node:
+    def _start_node(self, plan: TrainingSetup, ledger: TensorWorker) -> Node:
         run = self.run
         codec = get_codec(self.run.codec.name)
         fragments = plan.fragments.fragments
@@ -358,6 +359,7 @@ class Connection:
         shape = PayloadShape(
             codec.block_bytes, blocks, run.clock.round_s if is_timed else 0.0,
             chunk_bytes=ledger.chunk_bytes, weight_cap=run.weight_cap, counts_steps=not is_timed,
+            cuts=AGGREGATION_RULES[run.aggregation.rule].cuts,
         )  # fmt: skip
         sizes = [state_size_bytes(fragment.numel) for fragment in fragments]
         summary = summarise(plan.model, plan.fragments, {} if plan.group is None else plan.group.frozen)
@@ -389,7 +391,7 @@ class Connection:
             why = f"{type(error).__name__}: {error}"
             self._part.warn(f"p2p-co2 model will need --recipe: the model does not say its layout ({why})")
 
-    def _tell_of_start(self, plan: Plan, progressed: Progressed, is_resumed: bool) -> None:
+    def _tell_of_start(self, plan: TrainingSetup, progressed: Progressed, is_resumed: bool) -> None:
         fields = dict(
             name=self.config.name, pid=os.getpid(), software=self._part.network.software,
             device=str(next(plan.model.parameters()).device), parameters=plan.fragments.numel,

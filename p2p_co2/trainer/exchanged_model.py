@@ -10,7 +10,7 @@ parameters train in fp64 and are exchanged in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,9 +21,15 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, Slice, named_values
-from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names
-from p2p_co2.tensors.outer import Merge, OuterState
+from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, ParameterSlice, named_values
+from p2p_co2.tensors.names import (
+    named_buffers,
+    named_parameters,
+    owned_by,
+    shared_names,
+    trained_parameters,
+)
+from p2p_co2.tensors.outer import AgreedState, Merge
 from p2p_co2.tensors.private import is_batch_norm, is_fully_sharded
 from p2p_co2.tensors.sharding import is_sharded, shard, trouble_with_cut
 from p2p_co2.trainer.ranks.parameters import Group, RankedParameters
@@ -37,7 +43,7 @@ _FROM_THE_START = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingSetup:
     """What a peer trains, and with what: the agreed run, its own config, the cut model, the inner
     optimizer. ``stage``: the one that ``model`` is; None if it is the whole model. ``group``: the ranks
     that hold it together, if this is one of some."""
@@ -61,7 +67,7 @@ class ExchangedModel:
     """The model in training: its live parameters, and whether they still are what ``join`` was given. The
     training thread owns it; ``warn`` is told what a person should know."""
 
-    def __init__(self, plan: Plan, warn: Callable[[str], None]) -> None:
+    def __init__(self, plan: TrainingSetup, warn: Callable[[str], None]) -> None:
         self._plan = plan
         self._warn = warn
         self.live = plan.live()
@@ -78,7 +84,7 @@ class ExchangedModel:
         """Since which position nothing trains a frozen parameter, and some of its values."""
         self._copied: dict[str, bool] = {}
         """Entries of the inner optimizer's state: whether they are copies of the parameters."""
-        self._merged: tuple[Slice, Tensor, Tensor] | None = None
+        self._merged: tuple[ParameterSlice, Tensor, Tensor] | None = None
         """Some values before and after the last merge, until the next step was made."""
         self._undone = 0
         """Merges in a row that did not last."""
@@ -108,7 +114,7 @@ class ExchangedModel:
 
     def _glance(self) -> list[object]:
         """All that ``look`` goes by, quick to gather and to compare."""
-        found: list[object] = [id(tensor) for tensor in _owned(self._plan.optimizer)]
+        found: list[object] = [id(tensor) for tensor in owned_by(self._plan.optimizer)]
         for one in self._plan.model.parameters():
             found += (id(one), one.requires_grad, one.dtype, None if is_lazy(one) else one.shape)
         return found
@@ -177,7 +183,7 @@ class ExchangedModel:
                 "use another optimizer"
             )
 
-    def _values(self, part: Slice) -> Tensor:
+    def _values(self, part: ParameterSlice) -> Tensor:
         return _some_of(self._joined[part.name][0], slice(part.start, part.stop))
 
     def copies_of(self, name: str) -> list[Tensor]:
@@ -223,7 +229,7 @@ class ExchangedModel:
             self._plan.optimizer.state.pop(parameters[part.name], None)
         self.live.forget_elsewhere(fragment)
 
-    def named(self, states: Sequence[OuterState]) -> dict[str, Tensor]:
+    def named(self, states: Sequence[AgreedState]) -> dict[str, Tensor]:
         """A copy of agreed parameters by name (fp32, host memory), tied ones under each of theirs."""
         shapes = {name: shape for name, (_, shape, _) in self._joined.items()}
         named = named_values(self._plan.fragments, shapes, [state.params for state in states])
@@ -238,12 +244,6 @@ def _some_of(tensor: Tensor, at: slice = slice(None)) -> Tensor:
 
 def _is_like(one: object, parameter: Tensor) -> bool:
     return isinstance(one, Tensor) and one.is_floating_point() and one.shape == parameter.shape
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Those that fragments hold, by plain name, in the model's order."""
-    named = named_parameters(model).items()
-    return {name: one for name, one in named if one.requires_grad and one.numel()}
 
 
 def check_model(model: nn.Module, optimizer: Optimizer, in_group: bool = False) -> None:
@@ -359,13 +359,8 @@ def _check_places(trained: Mapping[str, Tensor]) -> None:
             )  # fmt: skip
 
 
-def _owned(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _check_owners(trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-    owned = {id(tensor) for tensor in _owned(optimizer)}
+    owned = {id(tensor) for tensor in owned_by(optimizer)}
     lacking = [name for name, parameter in trained.items() if id(parameter) not in owned]
     if len(lacking) == len(trained):
         raise _wrong(
@@ -382,7 +377,7 @@ def _check_owners(trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> 
 
 def _check_strangers(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
     known = {id(parameter) for parameter in parameters}
-    for tensor in _owned(optimizer):
+    for tensor in owned_by(optimizer):
         if id(tensor) not in known and tensor.requires_grad:
             raise _wrong(
                 "optimizer",

@@ -23,13 +23,13 @@ from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import swarm_digest
 from p2p_co2.tensors.device import random_state_kept
-from p2p_co2.tensors.names import unwrapped
+from p2p_co2.tensors.names import trained_parameters, unwrapped
 from p2p_co2.tensors.pretrained import full_state
 from p2p_co2.tensors.sharding import shard
-from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan, trained_parameters
+from p2p_co2.trainer.exchanged_model import ExchangedModel, TrainingSetup
 from p2p_co2.trainer.figures import loss_of, tokens_of
 from p2p_co2.trainer.ledger.worker import TensorWorker
-from p2p_co2.trainer.rates import Rates
+from p2p_co2.trainer.rates import LearningRates
 from p2p_co2.trainer.saver import Saver
 from p2p_co2.trainer.session import Participation
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S, Progressed, Synchroniser
@@ -109,8 +109,9 @@ class Peer:
     """
 
     def __init__(
-        self, part: Participation, ledger: TensorWorker, plan: Plan, rates: Rates, start: Progressed
-    ) -> None:
+        self, part: Participation, ledger: TensorWorker, plan: TrainingSetup, rates: LearningRates,
+        start: Progressed,
+    ) -> None:  # fmt: skip
         self._part = part
         self._ledger = ledger
         self._plan = plan

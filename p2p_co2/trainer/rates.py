@@ -44,7 +44,7 @@ class _Held:
     rise: float = math.inf
 
 
-class Rates:
+class LearningRates:
     """Of one optimizer, by group; the training thread's. ``factor`` of the position, in rounds; None leaves
     the rates to the program. ``warn`` is told once if somebody else sets them too.
 
@@ -85,7 +85,7 @@ class Rates:
                 self._held[index] = _Held(float(rate), max(float(rate), self._base[index]))
 
     def set(self, position: float) -> None:
-        """The rates at ``position``. A rate that is a tensor is set in place: captured graphs hold it."""
+        """The rates at ``position``."""
         if self._factor is None:
             self._put_back()
             return
@@ -100,7 +100,7 @@ class Rates:
         factor = _factor_at(self._factor, position)
         self._given = [base * factor for base in self._base]
         for group, rate in zip(groups, self._given, strict=False):
-            _put(group, rate)
+            put_rate(group, rate)
 
     def _put_back(self) -> None:
         """Put a held rate back where it rose. A warm-up multiplies what it finds by less each time. A rate
@@ -117,7 +117,7 @@ class Rates:
                 del self._held[index]
                 continue
             held.rise = rise
-            _put(group, held.most)
+            put_rate(group, held.most)
             if not self._is_told:
                 self._is_told = True
                 text = f"the learning rate rose to {rate:.3g} and was put back to {held.most:.3g}"
@@ -144,7 +144,8 @@ def _base(group: Mapping[str, Any], index: int, is_scheduled: bool) -> float:
     return rate
 
 
-def _put(group: dict[str, Any], rate: float) -> None:
+def put_rate(group: dict[str, Any], rate: float | Tensor) -> None:
+    """In place where it is a tensor: captured graphs hold it."""
     if isinstance(group["lr"], Tensor):
         with torch.no_grad():
             group["lr"].fill_(rate)

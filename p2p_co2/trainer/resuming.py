@@ -19,8 +19,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.tensors.checkpoint.folder import Checkpoint, InnerOptimizer, Owned
 from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters
-from p2p_co2.tensors.names import named_buffers, named_parameters
-from p2p_co2.trainer.exchanged_model import trained_parameters
+from p2p_co2.tensors.names import named_buffers, named_parameters, owned_by, trained_parameters
 
 FAULTS = (
     ArithmeticError, AssertionError, AttributeError, ConfigError, LookupError, MemoryError, OSError,
@@ -171,8 +170,7 @@ def _other(then: InnerOptimizer, now: InnerOptimizer) -> str:
 def _keep_dtypes(state: Mapping[Any, Any], dtypes: Sequence[str], optimizer: Optimizer) -> None:
     """``load_state_dict`` gives a state its parameter's dtype: right where that has changed, wrong where an
     optimizer keeps another one."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, (parameter, dtype) in enumerate(zip(parameters, dtypes, strict=True)):
+    for index, (parameter, dtype) in enumerate(zip(owned_by(optimizer), dtypes, strict=True)):
         if str(parameter.dtype) != f"torch.{dtype}":
             continue
         now = optimizer.state.get(parameter, {})

@@ -28,7 +28,7 @@ from p2p_co2.tensors.checkpoint.parts import trouble_with
 from p2p_co2.tensors.checkpoint.tree import SavedTree, say
 from p2p_co2.tensors.fragments import LiveParameters, large_tensor
 from p2p_co2.tensors.names import named_buffers
-from p2p_co2.trainer.exchanged_model import Plan
+from p2p_co2.trainer.exchanged_model import TrainingSetup
 from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.resuming import FAULTS, inner_of, shapes_of
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S, Synchroniser
@@ -44,7 +44,7 @@ class Saver:
     """One per peer. Called by the training thread, but for what the other threads do."""
 
     def __init__(
-        self, plan: Plan, ledger: TensorWorker, sync: Synchroniser, live: LiveParameters,
+        self, plan: TrainingSetup, ledger: TensorWorker, sync: Synchroniser, live: LiveParameters,
         report: Callable[[type[ev.Event], Mapping[str, Any]], None],
     ) -> None:  # fmt: skip
         self.plan = plan

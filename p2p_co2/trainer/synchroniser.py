@@ -27,7 +27,7 @@ from p2p_co2.protocol.rounds import Offer
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.exchanged_model import ExchangedModel
 from p2p_co2.trainer.figures import Figures
-from p2p_co2.trainer.ledger.fragment_state import EncodedOffer, Outcome
+from p2p_co2.trainer.ledger.fragment_state import EncodedOffer, FragmentOutcome
 from p2p_co2.trainer.ledger.worker import NOT_FINITE, TensorWorker
 from p2p_co2.trainer.session import CLOSE_BOUND_S
 from p2p_co2.trainer.views import NodeView
@@ -117,7 +117,7 @@ class Synchroniser:
         self.inner_steps = start.inner_steps
         self.figures = Figures(start.tokens, now)
         self.account = WorkAccount(run, start.tokens, [agreed.version for agreed in ledger.agreed()])
-        self._held: deque[tuple[int, Outcome]] = deque()
+        self._held: deque[tuple[int, FragmentOutcome]] = deque()
         """Outcomes that wait for ``sync_delay_steps``: (inner step at which they may be applied, outcome)."""
         self.activity = Activity.TRAINING
         self._told_finished = frozenset[int]()
@@ -227,7 +227,7 @@ class Synchroniser:
                 self._apply_next(outcome)
         self._release_held(self.inner_steps)
 
-    def _apply_next(self, outcome: Outcome) -> None:
+    def _apply_next(self, outcome: FragmentOutcome) -> None:
         """Apply it; before it, what is held back of its fragment: a state that is loaded has met that."""
         if any(held.fragment == outcome.fragment for _, held in self._held):
             self._release_held()
@@ -238,7 +238,7 @@ class Synchroniser:
         while self._held and self._held[0][0] <= until:
             self._apply(self._held.popleft()[1])
 
-    def _apply(self, outcome: Outcome) -> None:
+    def _apply(self, outcome: FragmentOutcome) -> None:
         fragment = outcome.fragment
         is_newer = outcome.version > self.versions[outcome.fragment]
         offer = self.account.meet(fragment, outcome.version, outcome.number, outcome.ended)

@@ -33,7 +33,7 @@ from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
-from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
+from p2p_co2.trainer.exchanged_model import ExchangedModel, TrainingSetup
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
@@ -192,7 +192,7 @@ class Trainer:
             self.events.append,
         )
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        setup = Plan(RUN, PeerConfig(), plan, self.model, optimizer)
+        setup = TrainingSetup(RUN, PeerConfig(), plan, self.model, optimizer)
         self.exchanged = ExchangedModel(setup, lambda text: None)
         self.sync = Synchroniser(RUN, self.exchanged, self.ledger, self, Progressed())
         self.sync.report()

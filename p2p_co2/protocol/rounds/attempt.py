@@ -63,6 +63,8 @@ class Attempt:
     live: int = 0
     """Peers that may make this round, as the coordinator saw them."""
     weight_cap: float = 0.0
+    counts_whole: bool = True
+    """As of ``PayloadShape``."""
 
     @cached_property
     def ranked(self) -> list[PeerId]:
@@ -312,5 +314,5 @@ def read_begin(message: Begin, sender: PeerId, shape: PayloadShape) -> Attempt:
     check_owned(ranges, owners, len(shares))
     return Attempt(
         fragment, round_, attempt, shares, ranges, owners, senders, message.state_digest, sender,
-        message.parts_within_s, message.result_within_s, message.live, shape.weight_cap,
+        message.parts_within_s, message.result_within_s, message.live, shape.weight_cap, shape.counts_whole,
     )  # fmt: skip

@@ -127,7 +127,7 @@ def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
         raise RemoteProtocolError(Offence.WRONG_PARTS, "they do not cover the blocks once, in order")
     for part in outcome.parts:
         check_digest(part.digest)
-        read_contributors(part.contributors, weights, not shape.weight_cap)
+        read_contributors(part.contributors, weights, shape.counts_whole)
         check_missed(part.missed, len(weights) - len(part.contributors))
 
 

@@ -23,7 +23,8 @@ class PayloadShape:
     of ``block_bytes`` bytes. ``round_s``: the run's time between two rounds of a fragment, 0 where it counts
     inner steps (``counts_steps``). ``assumed_upload_bytes_per_s``: what a line carries that nobody has
     measured. ``chunk_bytes``: what is asked for at once of states and past means; 0: as the states suggest.
-    ``scale``: how many real bytes each byte of a simulation stands for. ``weight_cap``: the run's."""
+    ``scale``: how many real bytes each byte of a simulation stands for. ``weight_cap``: the run's; ``cuts``:
+    whether its rule may count a slice for less."""
 
     block_bytes: int
     blocks: tuple[int, ...]
@@ -33,6 +34,7 @@ class PayloadShape:
     scale: float = 1.0
     weight_cap: float = 0.0
     counts_steps: bool = False
+    cuts: bool = True
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1 or not self.blocks or min(self.blocks) < 1:
@@ -40,6 +42,11 @@ class PayloadShape:
 
     def payload_bytes(self, fragment: int) -> int:
         return self.block_bytes * self.blocks[fragment]
+
+    @property
+    def counts_whole(self) -> bool:
+        """Whether each contributor counts with all of its weight."""
+        return not (self.weight_cap and self.cuts)
 
     @property
     def mean_bytes(self) -> tuple[int, ...]:

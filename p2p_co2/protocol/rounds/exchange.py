@@ -262,7 +262,7 @@ class Exchange:
             return False
         if message.offset == 0:
             weights = self.attempt.weights
-            contributors = read_contributors(message.contributors, weights, not self.attempt.weight_cap)
+            contributors = read_contributors(message.contributors, weights, self.attempt.counts_whole)
             check_missed(message.missed, len(weights) - len(contributors))
             head = MeanSlices(contributors, tuple(message.missed)), message.signature
             if state.head not in (None, head):

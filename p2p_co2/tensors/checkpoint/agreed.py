@@ -24,7 +24,7 @@ from torch import Tensor
 from p2p_co2.digest import chunk_digests, digest_of_chunks
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.system.memory import Buffer, Joined
-from p2p_co2.tensors.outer import MOVED_NORMS_KEPT, OuterState
+from p2p_co2.tensors.outer import MOVED_NORMS_KEPT, AgreedState
 
 _MAGIC = b"p2pco2s\x01"
 _HEADER = struct.Struct(f"<8sQQdQ{MOVED_NORMS_KEPT}d")
@@ -37,23 +37,23 @@ def state_size_bytes(numel: int) -> int:
     return _HEADER.size + 8 * numel
 
 
-def state_bytes(state: OuterState) -> bytes:
+def state_bytes(state: AgreedState) -> bytes:
     """The agreed state of one fragment, canonical."""
     return b"".join((header_bytes(state), _little_endian(state.params), _little_endian(state.momentum)))
 
 
-def state_view(state: OuterState) -> Joined:
+def state_view(state: AgreedState) -> Joined:
     """``state_bytes`` without a copy; it holds the state's tensors, which nobody may change."""
     return Joined(header_bytes(state), _little_endian(state.params), _little_endian(state.momentum))
 
 
-def state_chunk_digests(state: OuterState, chunk_bytes: int) -> list[bytes]:
+def state_chunk_digests(state: AgreedState, chunk_bytes: int) -> list[bytes]:
     """The digests of ``state_bytes(state)``'s chunks, 32 bytes each, without making a second copy of the
     state. ``chunk_bytes``: as the run's donors give it (``catchup.chunk_bytes_of``)."""
     return list(chunk_digests(state_view(state), chunk_bytes))
 
 
-def state_digest(state: OuterState, chunk_bytes: int) -> bytes:
+def state_digest(state: AgreedState, chunk_bytes: int) -> bytes:
     """The digest of ``state_chunk_digests``, 32 bytes: the state's name."""
     return digest_of_chunks(state_chunk_digests(state, chunk_bytes))
 
@@ -64,7 +64,7 @@ def swarm_digest(digests: Sequence[bytes]) -> bytes:
     return hashlib.sha256(b"p2p-co2 swarm\0" + struct.pack("<Q", len(digests)) + b"".join(digests)).digest()
 
 
-def state_from_bytes(data: Buffer, numel: int) -> OuterState:
+def state_from_bytes(data: Buffer, numel: int) -> AgreedState:
     """Read what ``state_bytes`` wrote for a fragment of ``numel`` elements. If it can be written to, it
     becomes the memory of the state's tensors: it is theirs from now on.
 
@@ -85,7 +85,7 @@ def tensor_from_bytes(data: Buffer, start: int, numel: int) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, "<f4", numel, start).astype(np.float32, copy=True))
 
 
-def header_bytes(state: OuterState) -> bytes:
+def header_bytes(state: AgreedState) -> bytes:
     """Everything of ``state`` but its tensors' values."""
     norms = (*state.moved_norms, *(0.0,) * MOVED_NORMS_KEPT)[:MOVED_NORMS_KEPT]
     return _HEADER.pack(
@@ -93,7 +93,7 @@ def header_bytes(state: OuterState) -> bytes:
     )
 
 
-def state_from_header(header: Buffer, params: Tensor, momentum: Tensor) -> OuterState:
+def state_from_header(header: Buffer, params: Tensor, momentum: Tensor) -> AgreedState:
     """A state from ``header_bytes`` and its tensors (fp32 [numel]); raises ``RemoteProtocolError`` as
     ``state_from_bytes``."""
     if len(header) != _HEADER.size:
@@ -109,7 +109,7 @@ def state_from_header(header: Buffer, params: Tensor, momentum: Tensor) -> Outer
         raise RemoteProtocolError("bad_state", "a norm is negative or not finite")
     if not (_is_finite(params) and _is_finite(momentum)):
         raise RemoteProtocolError("bad_state", "a value is not finite")
-    state = OuterState(version, params, momentum, mean_square, tuple(norms[:count]))
+    state = AgreedState(version, params, momentum, mean_square, tuple(norms[:count]))
     if header_bytes(state) != header:
         raise RemoteProtocolError("bad_state", "not canonical")
     return state

@@ -29,7 +29,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
 from p2p_co2.tensors.checkpoint import parts, tree
 from p2p_co2.tensors.checkpoint.agreed import header_bytes, state_from_header
-from p2p_co2.tensors.outer import OuterState
+from p2p_co2.tensors.outer import AgreedState
 
 _FORMAT = "p2p-co2 checkpoint 3"
 _KEPT = 2
@@ -74,7 +74,7 @@ class Checkpoint:
 
     run_config_json: str
     plan_digest: bytes
-    states: Sequence[OuterState]
+    states: Sequence[AgreedState]
     buffers: Mapping[str, Tensor]
     optimizer: Mapping[str, Any]
     position: float

@@ -80,7 +80,7 @@ def keep_layout(model: nn.Module, plan: FragmentPlan, folder: Path) -> None:
                 (place / CONFIG).write_text(text, encoding="utf-8")
         said = {
             "format": _FORMAT,
-            "plan": plan_table(plan, shapes),
+            "plan": plan_table(plan.fragments, shapes),
             "tensors": tensors,
             "files": {path: [file.names, file.metadata] for path, file in files.items()},
         }

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +78,10 @@ class StageReplica:
             inputs = inputs.detach().requires_grad_()
         keeps = self._has_room
         random = None if keeps else random_state(one.device for one in self.module.parameters())
-        with torch.set_grad_enabled(keeps), self._measured(keeps and not self._graph_bytes):
+        once: AbstractContextManager[dict[int, int]] = saved_bytes(self.module)
+        with torch.set_grad_enabled(keeps), nullcontext({}) if self._graph_bytes else once as saved:
             output = self.module(inputs)
+        self._graph_bytes += sum(saved.values())
         self._held[key] = _ForBackward(inputs, output if keeps else None, random)
         return output.detach()  # type: ignore[no-any-return]
 
@@ -88,25 +90,6 @@ class StageReplica:
         """For one more graph; as long as it is not known what one takes, for any."""
         kept = sum(held.output is not None for held in self._held.values())
         return max(1, self._graph_bytes * (kept + 1)) <= self._graph_room_bytes
-
-    @contextmanager
-    def _measured(self, is_wanted: bool) -> Iterator[None]:
-        """While entered, learn what autograd keeps beside the module's own tensors."""
-        if not is_wanted:
-            yield
-            return
-        own = {one.untyped_storage()._cdata for one in (*self.module.parameters(), *self.module.buffers())}
-        saved = dict[int, int]()
-
-        def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in own:
-                saved[storage._cdata] = storage.nbytes()
-            return tensor.detach()  # an output that its own graph held would never be freed
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            yield
-        self._graph_bytes = sum(saved.values())
 
     def backward(self, key: Hashable, gradient: Tensor, tokens: int, loss: float) -> Tensor | None:
         """Count microbatch ``key``: ``gradient`` of the loss by its output. Returns that by its input, None
@@ -161,3 +144,19 @@ class StageReplica:
     def _count(self, tokens: int, loss: float) -> None:
         known = self.counted
         self.counted = Counted(known.tokens + tokens, known.loss + loss, known.microbatches + 1)
+
+
+@contextmanager
+def saved_bytes(module: nn.Module) -> Iterator[dict[int, int]]:
+    """While entered, what autograd keeps beside the module's own tensors: bytes by storage."""
+    saved = dict[int, int]()
+    own = {one.untyped_storage()._cdata for one in (*module.parameters(), *module.buffers())}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor.detach()  # an output that its own graph held would never be freed
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield saved

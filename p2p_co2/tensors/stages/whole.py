@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from p2p_co2.errors import ConfigError, LocalProtocolError
-from p2p_co2.tensors.fragments import FragmentPlan, Slice, large_tensor
-from p2p_co2.tensors.names import named_buffers, named_parameters
-from p2p_co2.tensors.outer import OuterState
+from p2p_co2.tensors.fragments import FragmentPlan, ParameterSlice, large_tensor
+from p2p_co2.tensors.names import named_buffers, named_parameters, trained_parameters
+from p2p_co2.tensors.outer import AgreedState
 
 Names = Sequence[Mapping[str, str]]
 """Of each stage: its name of a tensor, and the whole model's."""
@@ -33,13 +33,13 @@ class WholeModel:
     def __init__(self, plan: FragmentPlan, names: Names) -> None:
         self._names = names
         self._params = [large_tensor(one.numel) for one in plan.fragments]
-        self._rooms: dict[str, list[tuple[Slice, Tensor]]] = {}
+        self._rooms: dict[str, list[tuple[ParameterSlice, Tensor]]] = {}
         for part, room in _parts(plan, self._params):
             self._rooms.setdefault(part.name, []).append((part, room))
         self._version = -1
         self._missing = plan.numel
 
-    def put(self, stage: int, plan: FragmentPlan, states: Sequence[OuterState]) -> None:
+    def put(self, stage: int, plan: FragmentPlan, states: Sequence[AgreedState]) -> None:
         """The agreed ``states`` of ``stage``, whose model was cut by ``plan``; once for each stage."""
         for part, values in _parts(plan, [state.params for state in states]):
             for there, room in self._rooms[self._names[stage][part.name]]:
@@ -52,13 +52,13 @@ class WholeModel:
         oldest = min(state.version for state in states)
         self._version = oldest if self._version < 0 else min(self._version, oldest)
 
-    def states(self) -> list[OuterState]:
+    def states(self) -> list[AgreedState]:
         """Of the whole model's fragments, all of the oldest version that any stage's fragment has. To sample
         and evaluate: the outer optimizer's momentum and norms begin anew."""
         if self._missing:
             raise LocalProtocolError(f"{self._missing} values of the whole model were not put")
         still = torch.zeros(1, dtype=torch.float32, device="cpu")
-        return [OuterState(self._version, one, still.expand(one.numel()), 0.0, ()) for one in self._params]
+        return [AgreedState(self._version, one, still.expand(one.numel()), 0.0, ()) for one in self._params]
 
 
 def whole_names(whole: nn.Module, stages: Sequence[nn.Module]) -> list[dict[str, str]]:
@@ -73,8 +73,8 @@ def whole_names(whole: nn.Module, stages: Sequence[nn.Module]) -> list[dict[str,
         for stage in stages
     ]
     pairs = zip(found, stages, strict=True)
-    trained = [names.get(name, "") for names, stage in pairs for name in _trained(stage)]
-    if sorted(trained) != sorted(_trained(whole)):
+    trained = [names.get(name, "") for names, stage in pairs for name in trained_parameters(stage)]
+    if sorted(trained) != sorted(trained_parameters(whole)):
         problem = "the whole model must be made of the very parameters of its stages, each once"
         raise ConfigError("recipe", "stages", f"{problem}; correct what joins them")
     return found
@@ -84,15 +84,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**named_parameters(module), **named_buffers(module, persistent=True)}
 
 
-def _trained(module: nn.Module) -> list[str]:
-    return [name for name, one in named_parameters(module).items() if one.requires_grad and one.numel()]
-
-
-def _parts(plan: FragmentPlan, flat: Sequence[Tensor]) -> Iterator[tuple[Slice, Tensor]]:
+def _parts(plan: FragmentPlan, flat: Sequence[Tensor]) -> Iterator[tuple[ParameterSlice, Tensor]]:
     """All slices of all fragments, and where their values lie in ``flat``, the fragments' values."""
     for fragment, values in zip(plan.fragments, flat, strict=True):
-        at = 0
-        for part in fragment.slices:
-            stop = at + part.stop - part.start
-            yield part, values[at:stop]
-            at = stop
+        yield from ((part, values[at]) for part, at in fragment.parts())

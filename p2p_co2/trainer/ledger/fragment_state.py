@@ -2,7 +2,7 @@
 network, no clock.
 
 A snapshot of live parameters becomes an offer. A committed mean becomes the next agreed state and an
-``Outcome``, whose ``Merge`` the training thread applies when it next passes by.
+``FragmentOutcome``, whose ``Merge`` the training thread applies when it next passes by.
 
 Laws: the state changes only in ``commit`` and ``adopt``. A change that fails in its middle poisons the
 fragment (``PoisonGuard``). Work that did not reach the mean is in the live parameters, or goes back there,
@@ -30,8 +30,8 @@ from p2p_co2.tensors.checkpoint.parts import Values
 from p2p_co2.tensors.codec import Codec
 from p2p_co2.tensors.codec.base import PIECE_VALUES, pieces
 from p2p_co2.tensors.fragments import large_tensor
-from p2p_co2.tensors.outer import Merge, OuterState, StepReport
-from p2p_co2.tensors.outer_rules import Work, get_rule, without
+from p2p_co2.tensors.outer import AgreedState, Merge, StepReport
+from p2p_co2.tensors.outer_rules import OwnWork, get_rule, without
 from p2p_co2.trainer.ledger.kept import (
     Compact,
     Encoded,
@@ -60,7 +60,7 @@ class EncodedOffer:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FragmentOutcome:
     """News for the training thread: how live parameters change, and what became of an offer. ``report``: of
     the outer step, if one was taken. ``share``: how much of this peer's offer is in its mean, 0 to 1.
     ``ended``: the offer that is in flight no more. ``trouble``: in words, why the mean was not applied.
@@ -75,7 +75,7 @@ class Outcome:
     ended: OfferState | None = None
     trouble: str = ""
     number: int = 0
-    others: Sequence[Outcome] = ()
+    others: Sequence[FragmentOutcome] = ()
 
 
 class Departure(NamedTuple):
@@ -125,7 +125,7 @@ class FragmentState:
     ``Encoded``, for means."""
 
     def __init__(
-        self, run: RunConfig, codec: Codec, peer: str, state: OuterState, index: int = 0, uses: int = 1
+        self, run: RunConfig, codec: Codec, peer: str, state: AgreedState, index: int = 0, uses: int = 1
     ) -> None:
         self._uses = uses
         self._run = run
@@ -146,7 +146,7 @@ class FragmentState:
     def numel(self) -> int:
         return self.state.params.numel()
 
-    def lend(self, to: str = "others") -> OuterState:
+    def lend(self, to: str = "others") -> AgreedState:
         """The state, for somebody who reads it while the swarm goes on: its memory is not written to."""
         self.guard.check()
         self._readers.add(to)
@@ -244,7 +244,7 @@ class FragmentState:
             self.departure = self.departure._replace(offset=(kept,))
         return merge
 
-    def abort(self, offer_id: bytes) -> Outcome | None:
+    def abort(self, offer_id: bytes) -> FragmentOutcome | None:
         """The open offer came to nothing: what that means, or None if it is another one that is open. Its
         work is put back, if it had left the live parameters."""
         mine = self.offers.open_as(offer_id)
@@ -258,7 +258,7 @@ class FragmentState:
 
     def commit(
         self, round_: int, base_version: int, encoded: Buffer, parts: Sequence[PartWeights]
-    ) -> Outcome:
+    ) -> FragmentOutcome:
         """Take the outer step of an agreed mean: its bytes, which nobody changes, and who is in it.
         ``base_version``: the group's, as ``agreed_base`` has it; where live parameters meet each mean at
         once, no gradient is late, whatever it says. Raises ``LocalProtocolError`` if ``round_`` is not the
@@ -275,7 +275,7 @@ class FragmentState:
 
     def _take_step(
         self, round_: int, base_version: int, mean: Encoded, parts: Sequence[PartWeights]
-    ) -> Outcome:
+    ) -> FragmentOutcome:
         old = self.state
         refused = ""
         try:
@@ -313,7 +313,7 @@ class FragmentState:
         lost = sum(part.stop - part.start for part in missed) / self.numel
         return self._outcome(merge, report, 0.0 if mine is None else 1.0 - lost, ended, refused)
 
-    def _merge_after(self, old: OuterState, new: OuterState, count: Count) -> Merge | None:
+    def _merge_after(self, old: AgreedState, new: AgreedState, count: Count) -> Merge | None:
         if count.is_forgotten:
             # Keeping our work would count the forgotten offer's twice; dropping it loses at most what came
             # after that one.
@@ -321,10 +321,10 @@ class FragmentState:
             return Merge(0.0, new.params)
         mine = count.offer
         if mine is None:
-            return self._rule.merge(old, new, Work())
+            return self._rule.merge(old, new, OwnWork())
         open_ = self.offers.open
         later = None if open_ is None or open_ is mine else open_.gradient.__getitem__
-        work = Work(mine.gradient.__getitem__, count.missed, mine is not open_, later)
+        work = OwnWork(mine.gradient.__getitem__, count.missed, mine is not open_, later)
         out = None if self._readers or new.params is old.params else old.params
         return self._rule.merge(old, new, work, out)
 
@@ -337,7 +337,7 @@ class FragmentState:
 
     # ---- a donor's state
 
-    def adopt(self, state: OuterState, parts: Sequence[PartWeights] | None = None) -> Outcome:
+    def adopt(self, state: AgreedState, parts: Sequence[PartWeights] | None = None) -> FragmentOutcome:
         """Replace the agreed state by a donor's. What this peer learned and nobody counted stays in its live
         parameters; nothing does where that is in doubt. ``parts``: who is in the round after our state, None
         if nobody knows."""
@@ -345,7 +345,7 @@ class FragmentState:
             merge = self._take_over(state, parts)
             return self._outcome(merge, ended=self.offers.end())
 
-    def _take_over(self, state: OuterState, parts: Sequence[PartWeights] | None) -> Merge:
+    def _take_over(self, state: AgreedState, parts: Sequence[PartWeights] | None) -> Merge:
         offers = self.offers
         is_newer = state.version > self.state.version
         count = offers.count(parts) if is_newer else Count(None)
@@ -363,7 +363,7 @@ class FragmentState:
         self._readers = {"others"}  # its tensors may lie in one block: it goes when both have been replaced
         return merge
 
-    def _rebased_on(self, state: OuterState, mine: KeptOffer | None, missed: Sequence[slice]) -> Merge:
+    def _rebased_on(self, state: AgreedState, mine: KeptOffer | None, missed: Sequence[slice]) -> Merge:
         """Live parameters keep the work of this peer that is not counted, measured from ``state``; what of
         ``mine`` was not ``missed`` is. In the old parameters' memory if nothing needs them any more."""
         gone = list(self.departure.offset)
@@ -378,7 +378,7 @@ class FragmentState:
 
         return self._plus(moved, None if self._readers else self.state.params)
 
-    def reset(self, trouble: str = "") -> Outcome:
+    def reset(self, trouble: str = "") -> FragmentOutcome:
         """Start again from the agreed state; what this peer learned since is dropped. An offer that is in
         flight may still be counted, and live parameters hold nothing of it from now on."""
         open_ = self.offers.open
@@ -396,8 +396,8 @@ class FragmentState:
     def _outcome(
         self, merge: Merge | None, report: StepReport | None = None, share: float = 0.0,
         ended: OfferState | None = None, trouble: str = "",
-    ) -> Outcome:  # fmt: skip
-        return Outcome(self._index, self.state.version, merge, report, share, ended, trouble)
+    ) -> FragmentOutcome:  # fmt: skip
+        return FragmentOutcome(self._index, self.state.version, merge, report, share, ended, trouble)
 
     def _advance_residual(self, mine: KeptOffer, missed: Sequence[slice]) -> None:
         if mine.residual is not None and missed:

@@ -1,7 +1,7 @@
 """The tensor side of a node: all fragments' states on one worker thread, which works in the order of asking.
 
 Only snapshots, bytes and merges cross between threads. The training thread hands over snapshots
-(``submit_offer``) and takes ``Outcome`` values from ``outcomes``; the network thread awaits the ``Ledger``
+(``submit_offer``) and takes what became of them from ``outcomes``; the network thread awaits the ``Ledger``
 methods.
 """
 
@@ -33,8 +33,8 @@ from p2p_co2.tensors.checkpoint.agreed import (
 )
 from p2p_co2.tensors.checkpoint.parts import Values
 from p2p_co2.tensors.codec import Codec
-from p2p_co2.tensors.outer import OuterState
-from p2p_co2.trainer.ledger.fragment_state import EncodedOffer, FragmentState, Outcome
+from p2p_co2.tensors.outer import AgreedState
+from p2p_co2.trainer.ledger.fragment_state import EncodedOffer, FragmentOutcome, FragmentState
 from p2p_co2.wire.schedule import OfferState
 
 _T = TypeVar("_T")
@@ -77,7 +77,7 @@ class TensorWorker:
         self.thread = thread or ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="p2p-co2 tensors", initializer=_compute_as_all_do
         )
-        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[FragmentOutcome] = queue.SimpleQueue()
         self._told = [0] * len(self.fragments)
         """Number of the last outcome of each fragment."""
         self.failure: BaseException | None = None
@@ -110,19 +110,19 @@ class TensorWorker:
 
         return self.thread.submit(read).result()
 
-    def states(self) -> list[OuterState]:
+    def states(self) -> list[AgreedState]:
         """The agreed states of one moment. Waits for the worker; after ``close`` the last ones."""
 
-        def read() -> list[OuterState]:
+        def read() -> list[AgreedState]:
             return [fragment.lend() for fragment in self.fragments]
 
         return read() if self._is_closed else self.thread.submit(read).result()
 
-    def borrow(self) -> tuple[list[OuterState], dict[int, Values], list[dict[int, bytes]]]:
+    def borrow(self) -> tuple[list[AgreedState], dict[int, Values], list[dict[int, bytes]]]:
         """The agreed states, the residuals and the ``past`` of one moment, for a checkpoint. Nothing writes
         to a state until it is given back. Waits for the worker. Raises as ``PoisonGuard.check``."""
 
-        def read() -> tuple[list[OuterState], dict[int, Values], list[dict[int, bytes]]]:
+        def read() -> tuple[list[AgreedState], dict[int, Values], list[dict[int, bytes]]]:
             states = [fragment.lend("saver") for fragment in self.fragments]
             agreed = [self._agreed(fragment) for fragment in range(len(self.fragments))]
             pairs = zip(map(dict.copy, self.past), agreed, strict=True)
@@ -159,7 +159,7 @@ class TensorWorker:
             mine = self.fragments[fragment]
             agreed = self._agreed(fragment)
             if state.met != self._told[fragment]:
-                self._tell(Outcome(fragment, agreed.version, None, ended=state))
+                self._tell(FragmentOutcome(fragment, agreed.version, None, ended=state))
                 return
             try:
                 offer = mine.offer(snapshot, state)
@@ -167,7 +167,7 @@ class TensorWorker:
                 self._reset(fragment, state)
                 return
             if offer.merge is not None:
-                self._tell(Outcome(fragment, agreed.version, offer.merge))
+                self._tell(FragmentOutcome(fragment, agreed.version, offer.merge))
             done(replace(offer, state_digest=agreed.digest))
 
         future = self.thread.submit(encode)
@@ -244,7 +244,7 @@ class TensorWorker:
         digest = digest_of_chunks(self._chunk_digests[fragment])
         return AgreedVersion(self.fragments[fragment].state.version, digest)
 
-    def _moved(self, outcome: Outcome, digests: list[bytes] | None = None) -> AgreedVersion:
+    def _moved(self, outcome: FragmentOutcome, digests: list[bytes] | None = None) -> AgreedVersion:
         """``digests``: of the state's chunks, if they are known already."""
         # The training thread need not wait for the digest: its next offer queues up behind this work.
         fragment = outcome.fragment
@@ -263,10 +263,10 @@ class TensorWorker:
         first, *others = map(self._numbered, news)
         self.outcomes.put(replace(first, others=[replace(one, trouble="") for one in others]))
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _tell(self, outcome: FragmentOutcome) -> None:
         self.outcomes.put(self._numbered(outcome))
 
-    def _numbered(self, outcome: Outcome) -> Outcome:
+    def _numbered(self, outcome: FragmentOutcome) -> FragmentOutcome:
         self._told[outcome.fragment] += 1
         return replace(outcome, number=self._told[outcome.fragment])
 

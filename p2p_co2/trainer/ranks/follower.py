@@ -20,7 +20,7 @@ from p2p_co2.system.process import say
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.outer import Merge
 from p2p_co2.tensors.sharding import reshard, whole
-from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
+from p2p_co2.trainer.exchanged_model import ExchangedModel, TrainingSetup
 from p2p_co2.trainer.ranks.group import spread_buffers
 from p2p_co2.trainer.ranks.parameters import Group, RankedParameters
 from p2p_co2.trainer.resuming import FAULTS, take_over
@@ -63,7 +63,7 @@ class Follower:
     def _begin(self, run: RunConfig) -> None:
         self.run = run
         fragments = plan_fragments(self.model, run.fragments)
-        plan = Plan(run, PeerConfig(), fragments, self.model, self._optimizer, group=self._group)
+        plan = TrainingSetup(run, PeerConfig(), fragments, self.model, self._optimizer, group=self._group)
         self._exchanged = ExchangedModel(plan, say)
 
     def _change(self, model: ExchangedModel | None, command: str, values: Sequence[Any]) -> None:

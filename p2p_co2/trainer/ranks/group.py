@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from p2p_co2.errors import ConfigError
-from p2p_co2.tensors.names import named_buffers, named_parameters
+from p2p_co2.tensors.names import named_buffers, named_parameters, trained_parameters
 from p2p_co2.tensors.sharding import is_sharded, whole
-from p2p_co2.trainer.exchanged_model import check_model, trained_parameters
+from p2p_co2.trainer.exchanged_model import check_model
 from p2p_co2.trainer.model_summary import values_digest
 from p2p_co2.trainer.ranks.collectives import Ranks, error_of, text_of
 from p2p_co2.trainer.ranks.parameters import Group
-from p2p_co2.trainer.rates import Factor, Rates
+from p2p_co2.trainer.rates import Factor, LearningRates
 from p2p_co2.trainer.resuming import inner_of
 
 _COMPARED_VALUES = 1024
@@ -38,13 +38,13 @@ def form_group(model: nn.Module, optimizer: Optimizer, learning_rate: Factor | N
     ranks = Ranks.of_this_process()
     if ranks is None:
         check_model(model, optimizer)
-        Rates(optimizer, learning_rate, print)  # for its errors
+        LearningRates(optimizer, learning_rate, print)  # for its errors
         return None
     with ranks.together():
         facts = dict[str, Any]()
         try:
             check_model(model, optimizer, in_group=True)
-            Rates(optimizer, learning_rate, print)
+            LearningRates(optimizer, learning_rate, print)
             _check_cuts(model, ranks.size)
             facts = _facts(model, optimizer)
         except ConfigError as error:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from p2p_co2.tensors.checkpoint.tree import say, unsay
-from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, Slice, large_tensor
+from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, ParameterSlice, large_tensor
+from p2p_co2.tensors.names import owned_by
 from p2p_co2.tensors.outer import Merge
 from p2p_co2.tensors.sharding import as_sharded, held, is_sharded, shard, whole
 from p2p_co2.trainer.ranks.collectives import Ranks
@@ -84,16 +85,16 @@ class RankedParameters(LiveParameters):
 
     # ---- what of a fragment lies here
 
-    def slices(self, index: int) -> Sequence[Slice]:
+    def slices(self, index: int) -> Sequence[ParameterSlice]:
         return [part for _, part, _ in self._slices(index)]
 
-    def _slices(self, index: int) -> Iterator[tuple[Tensor, Slice, slice]]:
+    def _slices(self, index: int) -> Iterator[tuple[Tensor, ParameterSlice, slice]]:
         for parameter, part, at in super()._slices(index):
             mine, within = _share(parameter, part)
             if mine.start < mine.stop:
                 yield shard(parameter), mine, slice(at.start + within.start, at.start + within.stop)
 
-    def _with(self, index: int, values: Tensor) -> Iterator[tuple[Tensor, Slice, slice, Tensor]]:
+    def _with(self, index: int, values: Tensor) -> Iterator[tuple[Tensor, ParameterSlice, slice, Tensor]]:
         """As ``_slices``, with rank 0's ``values``: to host memory at once, to accelerators part by part."""
         parts = list(super()._slices(index))
         is_here = all(parameter.device.type == "cpu" for parameter, _, _ in parts)
@@ -179,21 +180,18 @@ class RankedParameters(LiveParameters):
         self._tell("forget_optimizer", index)
 
 
-def _share(parameter: Tensor, part: Slice) -> tuple[Slice, slice]:
+def _share(parameter: Tensor, part: ParameterSlice) -> tuple[ParameterSlice, slice]:
     """What of ``part`` lies here: as elements of the shard, and of the part; perhaps none."""
     start, stop = held(parameter)
     first = max(part.start, start)
     last = max(first, min(part.stop, stop))
-    return Slice(part.name, first - start, last - start), slice(first - part.start, last - part.start)
+    return ParameterSlice(part.name, first - start, last - start), slice(
+        first - part.start, last - part.start
+    )
 
 
 def _room(dtype: str, shape: Sequence[int]) -> Tensor:
     return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="cpu")
-
-
-def owned_by(optimizer: Optimizer) -> list[Tensor]:
-    """Its parameters, in the order in which a ``state_dict`` numbers them."""
-    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 class StateOfAnotherShape:

@@ -31,7 +31,7 @@ from p2p_co2.errors import ConfigError, LocalProtocolError
 from p2p_co2.tensors.names import unwrapped
 from p2p_co2.tensors.pretrained import full_state
 from p2p_co2.tensors.sharding import reshard
-from p2p_co2.trainer.exchanged_model import Plan
+from p2p_co2.trainer.exchanged_model import TrainingSetup
 from p2p_co2.trainer.figures import loss_of, mean_loss, tokens_of
 from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.peer import Asked, Peer, as_it_was
@@ -39,7 +39,7 @@ from p2p_co2.trainer.ranks.collectives import error_of, text_of
 from p2p_co2.trainer.ranks.follower import Follower
 from p2p_co2.trainer.ranks.group import compare_samples, has_frozen_shards, sample_digest, whole_frozen
 from p2p_co2.trainer.ranks.parameters import Group
-from p2p_co2.trainer.rates import Factor, Rates
+from p2p_co2.trainer.rates import Factor, LearningRates
 from p2p_co2.trainer.session import Participation
 from p2p_co2.trainer.synchroniser import Progressed
 
@@ -54,8 +54,9 @@ class LeadingPeer(Peer):
     by all ranks at the same time; ``agreed_parameters`` by rank 0 alone, if it likes."""
 
     def __init__(
-        self, part: Participation, ledger: TensorWorker, plan: Plan, rates: Rates, start: Progressed
-    ) -> None:
+        self, part: Participation, ledger: TensorWorker, plan: TrainingSetup, rates: LearningRates,
+        start: Progressed,
+    ) -> None:  # fmt: skip
         assert plan.group is not None
         self._ranks = plan.group.ranks
         self._device = next(plan.model.parameters()).device
@@ -189,7 +190,7 @@ class FollowingPeer:
 
     board = ""
 
-    def __init__(self, group: Group, follower: Follower, rates: Rates) -> None:
+    def __init__(self, group: Group, follower: Follower, rates: LearningRates) -> None:
         self._ranks = group.ranks
         self._follower = follower
         self._rates = rates
@@ -329,7 +330,7 @@ def as_one_peer(
     if not ranks.leads:
         with ranks.together():
             follower = Follower(group, model, optimizer)
-            return FollowingPeer(group, follower, Rates(optimizer, learning_rate, _nobody))
+            return FollowingPeer(group, follower, LearningRates(optimizer, learning_rate, _nobody))
     with ranks.commanding():
         peer = lead()
         ranks.tell("go", True, peer.position, peer.inner_steps, peer.over)
