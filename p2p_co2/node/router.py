@@ -24,14 +24,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from p2p_co2.errors import Blame, RemoteProtocolError, blame_of
+from p2p_co2.errors import Blame, Offence, RemoteProtocolError, blame_of
 from p2p_co2.node.meter import Pace
 from p2p_co2.node.state import Effects
 from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.rounds import Rounds
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.envelope import OTHER_GROUP, Opened, opened
+from p2p_co2.wire.envelope import Opened, opened
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.kinds import Cost, Kind, Machine
 from p2p_co2.wire.limits import MAX_PEERS
@@ -44,16 +44,13 @@ USELESS_UNITS = 0.25
 USELESS_BYTES_PER_UNIT = 256 << 10
 ASKED_UNITS = 0.1
 """For asking for a chunk."""
-OVERASKED_UNITS = 4.0
-"""For one that found the asker's queue here full of what it does not take."""
 REFUSED_UNITS = 4.0
+"""For a message, and for a question whose answer found the asker's queue here full of what it does not take."""
 GRAVE_UNITS = 20.0
 USELESS_PAYLOAD_UNITS = 1000.0
 """For a payload that was waited for and computed with, and was no use: it has cost a microbatch."""
 LINK_UNITS = 100.0
 """For a link that was turned away, or broke the rules of links."""
-TOO_SLOW = "too slow"
-"""Reason of the carriers for a link that brought no whole message in ``MESSAGE_TIMEOUT_S``."""
 PATIENCE_S = 10.0
 """Waiting that a sender may cause itself."""
 FORGIVING = 0.1
@@ -62,13 +59,12 @@ SHUT_OUT_S = 60.0
 """A sender is shut out for this long, doubled each time."""
 DOUBLED_AT_MOST = 6
 """Times: to an hour."""
-MAX_SENDERS = MAX_PEERS
 MAX_REFUSALS_KEPT = 4096
 """Kinds of refusal by sender that are counted one by one; the rest is counted under ``OTHERS``."""
 OTHERS = "(others)"
 REFUSALS_REPORTED = 10
 """Refusals of one kind from one peer that are told one by one; after that only each power of two."""
-_SAID = frozenset({"shut out", "too many messages"})
+_SAID = frozenset({Offence.SHUT_OUT, Offence.TOO_MANY_MESSAGES})
 """Reasons for which we dropped a link ourselves."""
 
 
@@ -105,15 +101,15 @@ class Quotas:
         self._senders: OrderedDict[PeerId, _Sender] = OrderedDict()
 
     def check(self, sender: PeerId, now: float) -> None:
-        """Raise ``RemoteProtocolError("shut out")`` for one that is not heard."""
+        """Raise ``Offence.SHUT_OUT`` for one that is not heard."""
         known = self._senders.get(sender)
         if known is not None and known.shut_out_until > now:
-            raise RemoteProtocolError("shut out", f"for {known.shut_out_until - now:.0f} s more")
+            raise RemoteProtocolError(Offence.SHUT_OUT, f"for {known.shut_out_until - now:.0f} s more")
 
     def charge(self, sender: PeerId, units: float, now: float) -> float:
         """Take ``units`` off the sender's allowance; seconds to wait before it is read on.
 
-        Raises ``RemoteProtocolError("too many messages")`` when it is shut out by this.
+        Raises ``Offence.TOO_MANY_MESSAGES`` when it is shut out by this.
         """
         known = self._known(sender)
         now = max(now, known.at)  # groups have clocks of their own, a little apart: no time passes twice
@@ -128,15 +124,15 @@ class Quotas:
             known.pressed_s += units / REFILL_PER_S
         if known.pressed_s <= PATIENCE_S:
             return wait_s
-        raise self._shut_out(known, now, "too many messages")
+        raise self._shut_out(known, now, Offence.TOO_MANY_MESSAGES)
 
     def charge_link(self, sender: PeerId, reason: str, now: float) -> None:
         """A link of ``sender`` was dropped or turned away for ``reason``.
 
-        Raises ``RemoteProtocolError("too many messages")`` or ``("too slow")`` when it is shut out by this.
+        Raises ``Offence.TOO_MANY_MESSAGES`` or ``TOO_SLOW`` when it is shut out by this.
         """
-        if reason == TOO_SLOW:
-            raise self._shut_out(self._known(sender), now, TOO_SLOW)
+        if reason == Offence.TOO_SLOW:
+            raise self._shut_out(self._known(sender), now, Offence.TOO_SLOW)
         self.charge(sender, LINK_UNITS, now)
 
     def read(self, size_bytes: int, now: float) -> float:
@@ -147,9 +143,9 @@ class Quotas:
 
     def held(self) -> dict[str, tuple[int, int]]:
         """What strangers can make grow: (now, at most) by the name of the bound."""
-        return {"MAX_SENDERS": (len(self._senders), MAX_SENDERS)}
+        return {"MAX_PEERS": (len(self._senders), MAX_PEERS)}
 
-    def _shut_out(self, known: _Sender, now: float, reason: str) -> RemoteProtocolError:
+    def _shut_out(self, known: _Sender, now: float, reason: Offence) -> RemoteProtocolError:
         shut_out_s = SHUT_OUT_S * 2 ** min(known.times, DOUBLED_AT_MOST)
         known.times = known.times + 1
         known.shut_out_until = now + shut_out_s
@@ -158,7 +154,7 @@ class Quotas:
         return RemoteProtocolError(reason, f"shut out for {shut_out_s:.0f} s more")
 
     def _known(self, sender: PeerId) -> _Sender:
-        if sender not in self._senders and len(self._senders) >= MAX_SENDERS:
+        if sender not in self._senders and len(self._senders) >= MAX_PEERS:
             self._senders.popitem(last=False)
         known = self._senders.setdefault(sender, _Sender())
         self._senders.move_to_end(sender)
@@ -263,7 +259,7 @@ class Router:
                 useful = self._was_asked(sender)
             wait_s, units = self._cost(message, size_bytes, useful, wait_s)
         except RemoteProtocolError as error:
-            if error.reason == OTHER_GROUP:
+            if error.reason == Offence.OTHER_GROUP:
                 units = useless_units(size_bytes)
             else:
                 self.refuse(sender, error.reason, error.detail, kind)
@@ -273,7 +269,7 @@ class Router:
             return 0.0
         self._do.pump(kind is None or not kind.is_quiet)
         if self._overasked:
-            units += OVERASKED_UNITS * self._overasked.pop(sender, 0)
+            units += REFUSED_UNITS * self._overasked.pop(sender, 0)
         try:
             return max(wait_s, self._quotas.charge(sender, units, now))
         except RemoteProtocolError as error:
@@ -295,7 +291,7 @@ class Router:
         try:
             charge(self._do.now())
         except RemoteProtocolError as out:
-            self.refuse(peer, "shut out", out.detail)
+            self.refuse(peer, Offence.SHUT_OUT, out.detail)
             self._shut_out(peer, str(out))
 
     def refuse(self, peer: str, reason: str, detail: str, kind: Kind | None = None) -> None:

@@ -28,8 +28,6 @@ Unsent = bytes | Joined
 that it was given until then."""
 PADDING_BYTES = 4 << 10
 """A message may be so much longer than twice what this version understands of it."""
-OTHER_GROUP = "other group"
-"""Reason of ``opened`` for a message of another group: its sender has moved, and nobody is to blame."""
 
 
 class Opened:
@@ -63,7 +61,7 @@ def opened(data: bytes, group: bytes) -> Opened:
         spoken = f"{envelope.version}, this peer speaks {PROTOCOL_VERSION}"
         raise RemoteProtocolError("unknown version", spoken)
     if envelope.run != group:
-        raise RemoteProtocolError(OTHER_GROUP, envelope.run.hex()[:16])
+        raise RemoteProtocolError(Offence.OTHER_GROUP, envelope.run.hex()[:16])
     message = Opened(envelope, beside)
     if len(data) > message.kind.most_bytes:
         raise RemoteProtocolError(Offence.TOO_LARGE, f"a {message.kind.name} of {len(data)} bytes")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S, OnRefused
 from p2p_co2.net.transport.libp2p.hivemind import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
 from p2p_co2.wire.identity import PeerId, parsed, unseal
@@ -190,8 +190,8 @@ def _key_id(key: str) -> bytes:
 def _unpack(packed: bytes, heads: frozenset[int]) -> Any:
     """A msgpack string or byte string, and nothing else: other types could carry objects and nesting."""
     if not packed or packed[0] not in heads or len(packed) > 2 * MAX_RECORD_BYTES:
-        raise RemoteProtocolError("unreadable", "not a signed record")
+        raise RemoteProtocolError(Offence.UNREADABLE, "not a signed record")
     try:
         return MSGPackSerializer.loads(packed)
     except ValueError:
-        raise RemoteProtocolError("unreadable", "damaged msgpack") from None
+        raise RemoteProtocolError(Offence.UNREADABLE, "damaged msgpack") from None
