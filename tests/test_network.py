@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import TransportError
 from p2p_co2.net.discovery import Discovery
+from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.node import network as room
-from p2p_co2.node.network import RECORD_LIFETIME_S, Network, RecordBook, lead_nowhere_else, publishable
+from p2p_co2.node.network import Network, RecordBook, lead_nowhere_else, publishable
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_DIALLED, MAX_RECORD_BYTES, MAX_STRING
@@ -80,7 +81,7 @@ async def test_records_are_those_found_last_and_those_in_use(monkeypatch: pytest
     assert len(dht.book) == 2
     assert dht.book.maddrs_of(PeerId("nobody")) == ()
     dht.peers = ()
-    dht.now += 10 * RECORD_LIFETIME_S
+    dht.now += 10 * MESSAGE_TIMEOUT_S
     await dht.book.search()
     assert len(dht.book) == 0
 

@@ -386,7 +386,7 @@ class CatchupController:
             raise RemoteProtocolError("bad decision", "of another round")
         group = {PeerId(member.peer) for member in outcome.members}
         if not self._agreement.is_most(group, signers_of(event.decision, outcome), fragment, event.version):
-            raise RemoteProtocolError(Offence.OTHER_HISTORY, "most peers that train here are not in its group")
+            raise RemoteProtocolError(Offence.OTHER_HISTORY, "few of its group train here")
         if agreed.version != event.version - 1:
             return None
         if outcome.state_digest != agreed.digest:

@@ -45,7 +45,7 @@ USELESS_BYTES_PER_UNIT = 256 << 10
 ASKED_UNITS = 0.1
 """For asking for a chunk."""
 REFUSED_UNITS = 4.0
-"""For a message, and for a question whose answer found the asker's queue here full of what it does not take."""
+"""For a message, or a question whose answer found the asker's queue full of what it does not take."""
 GRAVE_UNITS = 20.0
 USELESS_PAYLOAD_UNITS = 1000.0
 """For a payload that was waited for and computed with, and was no use: it has cost a microbatch."""

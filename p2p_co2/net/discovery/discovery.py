@@ -32,7 +32,7 @@ from p2p_co2.net.discovery.records import (
     run_digest,
     shard_of,
 )
-from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, OnRefused
+from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S, OnRefused
 from p2p_co2.net.transport.libp2p.control import daemon_call, reach
 from p2p_co2.net.transport.libp2p.daemon import require_daemon
 from p2p_co2.net.transport.libp2p.hivemind import (
@@ -156,14 +156,14 @@ class Discovery:
 
     # ---- peers
 
-    async def publish_self(self, record: PeerRecord, lifetime_s: float) -> None:
-        """Publish where we can be reached; again before ``lifetime_s`` is over. Raises ``TransportError``."""
+    async def publish_self(self, record: PeerRecord) -> None:
+        """Publish where we can be reached; again within ``MESSAGE_TIMEOUT_S``. Raises ``TransportError``."""
         own = PeerRecord()
         me = self._identity.peer_id
         own.CopyFrom(record)
         own.peer = me
         own.run = self._run
-        own.expires_at = get_dht_time() + lifetime_s
+        own.expires_at = get_dht_time() + MESSAGE_TIMEOUT_S
         sealed = self._identity.seal(PEER_CONTEXT, own.SerializeToString())
         await self._store(peers_keys(self._run)[shard_of(me)], me, sealed, own.expires_at)
 

@@ -120,7 +120,9 @@ class ProbeServer:
         if probe.WhichOneof("what") is None:
             raise RemoteProtocolError("unknown question", "this version does not know the question")
         if probe.send_bytes > MAX_BULK_BYTES:
-            raise RemoteProtocolError(Offence.TOO_LARGE, f"{probe.send_bytes} bytes; at most {MAX_BULK_BYTES}")
+            raise RemoteProtocolError(
+                Offence.TOO_LARGE, f"{probe.send_bytes} bytes; at most {MAX_BULK_BYTES}"
+            )
         used_bytes = len(probe.bulk) + probe.send_bytes + DIAL_BYTES * is_dial
         self._allowances.take(_network(asker), used_bytes, time.monotonic())
         if is_dial:
