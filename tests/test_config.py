@@ -114,7 +114,7 @@ RUNS = st.builds(
 def test_a_run_survives_toml_and_its_published_bytes(
     run: RunConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    path = tmp_path_factory.mktemp("run") / "run.toml"
+    path = tmp_path_factory.getbasetemp() / "run.toml"
     path.write_text(write_toml(run))
     assert read_run_config(path) == run
     assert RunConfig.from_canonical_bytes(run.canonical_bytes()) == run
