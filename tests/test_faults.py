@@ -20,6 +20,7 @@ from p2p_co2.telemetry.events import (
     CaughtUp,
     CheckpointSaved,
     FragmentApplied,
+    LinkLost,
     LinkOpened,
     Paused,
     PeerFinished,
@@ -31,10 +32,11 @@ from p2p_co2.telemetry.events import (
 )
 from p2p_co2.tensors.checkpoint import folder as checkpoint
 from tests.campaign import START_S, Campaign, choose, paced_run
+from tests.test_transport import is_by_silence
 
 pytestmark = pytest.mark.swarm
 ROUND_S = 1.0
-FROZEN_S = 20.0
+FROZEN_S = 12.0
 
 
 @pytest.fixture
@@ -58,6 +60,9 @@ def test_peers_are_killed_and_replaced_and_the_rest_goes_on_with_one_history(swa
     assert swarm.events("newcomer", CaughtUp)
     assert any(event.contributed for event in swarm.events("newcomer", FragmentApplied))
     assert {event.carrier for name in names for event in swarm.events(name, LinkOpened)} == {"grpc", "libp2p"}
+    lost = {event.reason for name in survivors for event in swarm.events(name, LinkLost)}
+    assert lost
+    assert not any(map(is_by_silence, lost)), "the end of a process is seen"
     since, until = min(kills.values()), max(kills.values()) + 5.0 * ROUND_S
     aborts = [abort for name in survivors for abort in swarm.aborts(name, since=since) if abort.at < until]
     assert len({(abort.fragment, abort.round) for abort in aborts}) <= len(kills), aborts

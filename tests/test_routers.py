@@ -100,9 +100,9 @@ def test_a_peer_that_nobody_can_reach_is_told_what_to_do_when_somebody_is_there(
         peer = swarm.start("peer", hidden.command(joining(ticket, tmp_path / "peer")))
         wait_for("Alone: 1 of 1 peers, round", peer)
         assert cure not in peer.last_lines(100)  # nobody is out of reach: nobody is there
-        newcomer = swarm.start("newcomer", other.command(joining(ticket, tmp_path / "other")))
+        newcomer = swarm.start("newcomer", other.command(joining(ticket, tmp_path / "newcomer")))
+        swarm.start("other", other.command(joining(ticket, tmp_path / "other", "--start-over")))
         wait_for("error: the others left at round", newcomer)  # it is not let to train the run anew, alone
         assert cure in newcomer.last_lines(100)
-        swarm.start("other", other.command(joining(ticket, tmp_path / "other", "--start-over")))
         wait_for("no seed passes on traffic for this peer", peer)
         assert f"warning: {cure}" in peer.last_lines(100)
