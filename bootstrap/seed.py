@@ -104,7 +104,7 @@ def serve_run(
             me = Identity.load_or_create(folder / "identity").peer_id
             if run is not None and (given is None or given.run_key == me):  # else it has its own
                 run = salted(run, folder, say)
-            asyncio.run(_until_stopped(Seed(replace(options, folder=folder), run, given, say, invite)))
+            asyncio.run(_until_stopped(SeedServer(replace(options, folder=folder), run, given, say, invite)))
         finally:
             lock.release()
     return 0
@@ -149,7 +149,7 @@ def salted(run: RunConfig, folder: Path, say: Say) -> RunConfig:
     return run.model_copy(update={"salt": salt})
 
 
-async def _until_stopped(seed: Seed) -> None:
+async def _until_stopped(seed: SeedServer) -> None:
     loop = asyncio.get_running_loop()
     serving = asyncio.create_task(seed.serve(), name="seed")
     with StopSignals(partial(loop.call_soon_threadsafe, serving.cancel)):
@@ -162,7 +162,7 @@ async def _until_stopped(seed: Seed) -> None:
     seed.say("the seed has left")
 
 
-class Seed:
+class SeedServer:
     """A seed of ``run`` (None if its settings are still to be fetched), or a further one of the run that
     ``given`` invites to."""
 

@@ -19,7 +19,7 @@ import pytest
 from bootstrap.local_swarm import LocalSwarm
 from bootstrap.options import RehearsalOptions, SeedOptions
 from bootstrap.rehearsal import Line, lines_of
-from bootstrap.seed import Seed, invitation_of, salted, say_invitation
+from bootstrap.seed import SeedServer, invitation_of, salted, say_invitation
 from bootstrap.stage import RunEnd, Stage, run_in_new_folder
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
@@ -115,7 +115,7 @@ async def test_a_seed_brings_its_libp2p_daemon_back_where_it_was(tmp_path: Path)
     said: list[str] = []
     options = SeedOptions(folder=tmp_path, host="127.0.0.1")
     others = set(processes_below(os.getpid()))
-    serving = asyncio.create_task(Seed(options, run, None, said.append).serve())
+    serving = asyncio.create_task(SeedServer(options, run, None, said.append).serve())
     peer = Identity.generate()
     (tmp_path / "peer").write_bytes(peer.libp2p_bytes())
     p2p = await start_p2p(tmp_path / "peer")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import DigestMismatch, Offence, RemoteProtocolError
-from p2p_co2.node.outer_state import Offers, OuterState
+from p2p_co2.node.outer_state import LedgerCalls, Offers
 from p2p_co2.node.state import Effects, PeerState
 from p2p_co2.protocol.catchup import goals, policy
 from p2p_co2.protocol.catchup.machine import CatchUp
@@ -163,7 +163,7 @@ class CatchupController:
 
     def __init__(
         self, machine: CatchUp, rounds: Rounds, agreement: Agreement, state: PeerState,
-        outer: OuterState, offers: Offers, run: bytes, shape: PayloadShape, effects: Effects,
+        outer: LedgerCalls, offers: Offers, run: bytes, shape: PayloadShape, effects: Effects,
     ) -> None:  # fmt: skip
         self._machine = machine
         self._rounds = rounds

@@ -20,7 +20,7 @@ from p2p_co2.errors import LocalProtocolError
 from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.commits import CommitHandler
 from p2p_co2.node.environment import Environment
-from p2p_co2.node.outer_state import Offers, OuterState
+from p2p_co2.node.outer_state import LedgerCalls, Offers
 from p2p_co2.node.peer_finder import PeerFinder
 from p2p_co2.node.progress import SwarmProgress
 from p2p_co2.node.router import Inbox
@@ -80,7 +80,7 @@ class Node(Shell):
             self.catchup.donor.moved(fragment, version.version)
         self.state.when_moved(lambda fragment, version: self.catchup.donor.moved(fragment, version.version))
         self._offers = Offers(self.rounds, ledger, self.state, do)
-        self.outer = OuterState(ledger, self.state, self.rounds, self.catchup.donor, do)
+        self.outer = LedgerCalls(ledger, self.state, self.rounds, self.catchup.donor, do)
         agreement = Agreement(membership, self.state)
         self._fetches = CatchupController(
             self.catchup, self.rounds, agreement, self.state, self.outer, self._offers, group, shape, do

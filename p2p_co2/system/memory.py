@@ -31,7 +31,7 @@ Buffer = bytes | bytearray | memoryview
 """Bytes, wherever they are."""
 
 
-class Joined:
+class JoinedBuffers:
     """Buffers that are read as one, without a copy of the whole: ``len`` and slices (step 1), as bytes."""
 
     def __init__(self, *pieces: Buffer) -> None:
