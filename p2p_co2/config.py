@@ -266,7 +266,7 @@ class RunConfig(_Frozen):
 
     def digest(self) -> bytes:
         """sha256 of ``canonical_bytes``, 32 bytes: the run's identity on the wire."""
-        return hashlib.sha256(b"p2p-co2 run\0" + self.canonical_bytes()).digest()
+        return run_digest(self.canonical_bytes())
 
     def stage_digest(self, stage: int) -> bytes:
         """Names the group of the peers that hold ``stage``: an ordinary swarm under this digest. The run's
@@ -445,6 +445,11 @@ class PeerConfig(_Frozen):
 
 
 _Config = TypeVar("_Config", RunConfig, PeerConfig)
+
+
+def run_digest(canonical: bytes) -> bytes:
+    """As ``RunConfig.digest``, of the ``canonical_bytes``."""
+    return hashlib.sha256(b"p2p-co2 run\0" + canonical).digest()
 
 
 def stage_digest(run: bytes, stage: int, stages: int) -> bytes:

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
+from p2p_co2.config import run_digest
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TicketError, TransportError
 from p2p_co2.net.discovery.records import (
     MANIFEST_CONTEXT,
@@ -29,7 +30,6 @@ from p2p_co2.net.discovery.records import (
     manifest_key,
     peers_keys,
     position_keys,
-    run_digest,
     shard_of,
 )
 from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S, OnRefused

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from p2p_co2.config import run_digest
 from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S, OnRefused
 from p2p_co2.net.transport.libp2p.hivemind import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
@@ -43,11 +44,6 @@ _PACKED_STRING = frozenset((*range(0xA0, 0xC0), 0xD9, 0xDA))
 """First bytes of a msgpack string of less than 64 KiB."""
 _PACKED_BYTES = frozenset((0xC4, 0xC5))
 """First bytes of a msgpack byte string of less than 64 KiB."""
-
-
-def run_digest(config: bytes) -> bytes:
-    """sha256 that names a run, 32 bytes; the same as ``RunConfig.digest`` of these canonical bytes."""
-    return hashlib.sha256(b"p2p-co2 run\0" + config).digest()
 
 
 def shard_of(peer: PeerId) -> int:
