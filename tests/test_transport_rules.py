@@ -266,7 +266,7 @@ async def test_messages_come_in_order_no_sooner_than_the_line_that_all_links_sha
         await asyncio.gather(*(line.send(data) for _, line in pairs))
     assert time.monotonic() - began_at >= 0.2  # 200 kB at 1 MB/s
     for carrier, line in pairs:
-        await until(lambda came=carrier.sent: len(came) == 10)
+        await until(lambda came=carrier.sent: len(came) == 10)  # type: ignore[misc]
         assert carrier.sent == sent
         await line.close()
 
