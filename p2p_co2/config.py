@@ -209,13 +209,10 @@ class RunConfig(_Frozen):
     @model_validator(mode="before")
     @classmethod
     def _filled_in(cls, settings: object) -> object:
-        """What a run file leaves out, and what an earlier version published besides."""
-        if not isinstance(settings, dict):
-            return settings
-        filled = {name: value for name, value in settings.items() if (name, value) != ("cells", 1)}
-        if filled.get("weight_cap") == 0:
-            filled.setdefault("aggregation", {"rule": implied_rule(0)})
-        return filled
+        """What a run file leaves out."""
+        if isinstance(settings, dict) and settings.get("weight_cap") == 0:
+            return {"aggregation": {"rule": implied_rule(0)}, **settings}
+        return settings
 
     @field_validator("weight_cap")
     @classmethod

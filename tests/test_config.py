@@ -142,15 +142,6 @@ def test_a_manifest_from_another_version_is_refused_in_words() -> None:
         RunConfig.from_canonical_bytes(b"not json at all")
 
 
-def test_a_run_file_that_asks_for_cells_is_refused_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text("cells = 4\n")
-    with pytest.raises(ConfigError, match="cells: unknown key; remove it"):
-        read_run_config(path)
-    path.write_text("cells = 1\n")
-    assert read_run_config(path).digest() == RunConfig().digest()
-
-
 def test_the_docstring_draws_the_tree() -> None:
     drawn = set(re.findall(r"[├└]── (\w+)", errors.__doc__ or ""))
     defined = {

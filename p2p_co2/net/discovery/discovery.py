@@ -392,10 +392,9 @@ def _owner(task: asyncio.Task[object]) -> object:
 
 
 def _require_our_protocol(manifest: RunManifest) -> None:
-    spoken = manifest.protocol or 1  # the first version did not write it
-    if spoken != PROTOCOL_VERSION:
+    if manifest.protocol != PROTOCOL_VERSION:
         theirs = "".join(character if character.isprintable() else "?" for character in manifest.software)
         raise TicketError(
-            f"this run speaks version {spoken} of the protocol (p2p-co2 {theirs}), and this p2p-co2 "
-            f"{__version__} speaks {PROTOCOL_VERSION}; install the organiser's version"
+            f"this run speaks version {manifest.protocol} of the protocol (p2p-co2 {theirs}), and this "
+            f"p2p-co2 {__version__} speaks {PROTOCOL_VERSION}; install the organiser's version"
         )
