@@ -18,7 +18,6 @@ import pytest
 from bootstrap.local_swarm import Child
 from p2p_co2.telemetry.events import (
     CaughtUp,
-    CheckpointSaved,
     FragmentApplied,
     LinkLost,
     LinkOpened,
@@ -113,33 +112,6 @@ def test_a_swarm_outlives_one_fault_after_another(swarm: Campaign) -> None:
     kill_everything(swarm)
     swarm.start_seed(run)
     resume_from_checkpoints(swarm, settings)
-
-
-def test_a_peer_whose_memory_ends_amid_a_step_leaves_the_checkpoint_before_and_goes_on_from_it(
-    swarm: Campaign,
-) -> None:
-    often = swarm.folder / "often.toml"
-    often.write_text("checkpoint_every_s = 0.5\n")
-    swarm.start_seed(paced_run(ROUND_S, step_s=0.05))
-    torn = swarm.join("short", "--config", str(often), variables={"PACED_TEAR_AFTER": "80"})
-    torn.asked_to_end = True
-    assert swarm.wait([torn], START_S), swarm.tails()
-    assert torn.exit_status() == 1, torn.last_lines(60)
-    (error,) = (line for line in torn.last_lines(60).splitlines() if line.startswith("error: "))
-    assert "failed in its middle (MemoryError: no memory is left)" in error
-    assert "join again with --resume, with more memory free" in error
-    (end,) = swarm.events("short", PeerFinished)
-    assert end.reason == "EnvironmentFault in the training loop, without a last checkpoint"
-    saved = swarm.events("short", CheckpointSaved)[-1]
-    before = checkpoint.load(swarm.folder / "short" / "checkpoint")
-    assert before.passed_over == ()
-    assert tuple(state.version for state in before.states) == saved.versions
-    resumed_at = time.time()
-    again = swarm.join("short", "--resume")
-    swarm.wait_for_commits("short", since=resumed_at)
-    assert swarm.events("short", Progress, resumed_at)[0].inner_steps == before.inner_steps
-    (end,) = swarm.leave_together(again)
-    assert sum(end.versions) > sum(saved.versions)
 
 
 def join_three(swarm: Campaign, name: str, config: Path, *options: str) -> Child:

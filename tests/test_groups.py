@@ -18,8 +18,7 @@ from p2p_co2.protocol.membership import Membership
 from p2p_co2.telemetry.events import Event, MessageRefused
 from p2p_co2.wire.envelope import Opened, head_of
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.kinds import Machine
-from p2p_co2.wire.messages_pb2 import AskOutcome, PeerRecord, Ping, RoundKey
+from p2p_co2.wire.messages_pb2 import AskOutcome, PeerRecord, Ping, RoundKey, Status
 from tests.envelopes import enveloped
 from tests.fuzz.world import RUN, Trainer, make_identity
 
@@ -75,13 +74,13 @@ class Meeting(Shell):
         super().__init__(environment, self.events.append)
         self._peers = peers
         membership = Membership(environment.network.identity.peer_id)
-        self.serve(membership, [membership], self)
+        self.serve(membership, [membership])
 
-    def take(self, message: Opened, sender: PeerId, now: float) -> bool:
-        if message.kind.machine is not Machine.MEMBERSHIP:
-            raise RemoteProtocolError("wrong group", message.kind.name)
-        self.membership.receive(message.body, sender, now, message.said)
-        return True
+    def _deliver(self, message: Opened, sender: PeerId, now: float) -> bool:
+        raise RemoteProtocolError("wrong group", message.kind.name)
+
+    def _own_status(self) -> Status:
+        return Status()
 
     def has_worked(self, peer: PeerId) -> bool:
         return peer in self.membership.live

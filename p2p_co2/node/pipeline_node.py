@@ -29,7 +29,7 @@ from p2p_co2.wire.envelope import Opened
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.kinds import Machine, kind_of
-from p2p_co2.wire.messages_pb2 import PeerRecord, Ping, Status
+from p2p_co2.wire.messages_pb2 import PeerRecord, Status
 
 Result = Callable[[Pipeline, float], None]
 """What has come of a piece of work, told to the machine at this time."""
@@ -38,29 +38,6 @@ Listed = Callable[[int], Sequence[PeerRecord]]
 FED_CAPS = 2.0
 """At its end a peer waits so many times the longest time of a gradient for one more microbatch. A training
 thread that hangs says for ever that it trains."""
-
-
-@dataclass(frozen=True)
-class PipelineInbox:
-    """Gives each message to its machine. ``status``: what this peer says of itself now."""
-
-    membership: Membership
-    pipeline: Pipeline
-    status: Callable[[], Status]
-
-    def take(self, message: Opened, sender: PeerId, now: float) -> bool:
-        """False for bulk that nobody waited for. Raises ``RemoteProtocolError``."""
-        kind = message.kind
-        body = message.body
-        if kind.machine is Machine.PIPELINE:
-            return self.pipeline.receive(body, sender, now)
-        if kind.machine is not Machine.MEMBERSHIP:
-            raise RemoteProtocolError("wrong group", f"a {kind.name} between stages")
-        if isinstance(body, Ping) and body.nonce:
-            self.membership.status = self.status()
-        said = message.said
-        self.membership.receive(body, sender, now, said)
-        return True
 
 
 class BesideStages:
@@ -129,8 +106,7 @@ class PipelineNode(Shell):
         self.machine = Pipeline(place, sizes)
         membership = Membership(place.me)
         self.beside = BesideStages(place, membership, listed)
-        inbox = PipelineInbox(membership, self.machine, self._own_status)
-        self.serve(membership, (membership, self.machine), inbox)
+        self.serve(membership, (membership, self.machine))
         self._fed_s = FED_CAPS * sizes.cap_s
         self._stays_until = math.inf
         """How long it waits at its end for one more microbatch; infinity while it goes on."""
@@ -186,6 +162,11 @@ class PipelineNode(Shell):
 
     def has_worked(self, peer: PeerId) -> bool:
         return peer in self.membership.live
+
+    def _deliver(self, message: Opened, sender: PeerId, now: float) -> bool:
+        if message.kind.machine is not Machine.PIPELINE:
+            raise RemoteProtocolError("wrong group", f"a {message.kind.name} between stages")
+        return self.machine.receive(message.body, sender, now)
 
     def pump(self, timers: bool = True) -> None:
         """As ``Shell.pump``; time, and the phases of others, may have ended what this peer waits for."""

@@ -1,11 +1,11 @@
 """What comes in: each message to the machine that the table names, refusals counted, senders held back.
 
-``Router`` is the carriers' ``OnMessage`` and ``OnRefused`` for one group. ``Inbox`` gives a message that was
-opened to its machine. ``Quotas`` says how fast each sender is read. Each has an allowance in units that
-refills with time. A control message costs a unit and more by its size; bulk that is waited for nothing, other
-bulk by its bytes. Refused messages cost more, offences that no honest peer commits most. A sender that has
-used up its allowance is read more slowly; one that goes on pressing is shut out, for longer each time. So is
-one that trickles: such a link holds a place for a minute.
+``Router`` is the carriers' ``OnMessage`` and ``OnRefused`` for one group. ``Quotas`` says how fast each
+sender is read. Each has an allowance in units that refills with time. A control message costs a unit and more
+by its size; bulk that is waited for nothing, other bulk by its bytes. Refused messages cost more, offences
+that no honest peer commits most. A sender that has used up its allowance is read more slowly; one that goes
+on pressing is shut out, for longer each time. So is one that trickles: such a link holds a place for a
+minute.
 
 Laws: whatever a peer sends is at worst counted against it. It is read more slowly, and at last not heard any
 more. A message of another group is held against nobody but by its bytes: its sender has moved. An honest peer
@@ -22,20 +22,16 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from p2p_co2.errors import Blame, Offence, RemoteProtocolError, blame_of
 from p2p_co2.node.meter import Pace
 from p2p_co2.node.state import Effects
-from p2p_co2.protocol.catchup.machine import CatchUp
-from p2p_co2.protocol.membership import Membership
-from p2p_co2.protocol.rounds import Rounds
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.envelope import Opened, opened
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.kinds import Cost, Kind, Machine
+from p2p_co2.wire.kinds import Cost, Kind
 from p2p_co2.wire.limits import MAX_PEERS
-from p2p_co2.wire.messages_pb2 import Chunk, Leave, ModelTable, Ping, Ready, Status
+from p2p_co2.wire.messages_pb2 import Chunk
 
 ALLOWANCE = 2000.0
 REFILL_PER_S = 200.0
@@ -161,60 +157,23 @@ class Quotas:
         return known
 
 
-@dataclass(frozen=True)
-class Inbox:
-    """Gives each message to its machine. ``status``: what this peer says of itself now; ``know_all``: lets
-    the rounds machine hear of all that came and went."""
-
-    membership: Membership
-    rounds: Rounds
-    catchup: CatchUp
-    status: Callable[[], Status]
-    know_all: Callable[[], None]
-
-    def take(self, message: Opened, sender: PeerId, now: float) -> bool:
-        """False for bulk that nobody waited for. Raises ``RemoteProtocolError``."""
-        kind = message.kind
-        body = message.body
-        if kind.machine is Machine.ROUNDS:
-            self.know_all()
-            useful = self.rounds.receive(body, sender, now)
-            if useful and kind.is_bulk:
-                self.catchup.is_busy(sender, now)
-            if kind.type is Ready:
-                self.catchup.donor.history.shrink()  # its sender has the mean of the round before
-            return useful
-        if kind.machine is Machine.PIPELINE:
-            raise RemoteProtocolError("wrong group", f"a {kind.name} between the replicas of one stage")
-        if kind.machine is Machine.CATCHUP:
-            self.catchup.receive(body, sender, now)
-        elif isinstance(body, Leave | ModelTable):
-            self.membership.receive(body, sender, now)
-        else:
-            if isinstance(body, Ping) and body.nonce:
-                self.membership.status = self.status()  # a pong says where we are, not were
-            self.membership.receive(body, sender, now, message.said)
-        return True
-
-
-class Takes(Protocol):
-    """Whatever gives messages to machines; as ``Inbox.take``."""
-
-    def take(self, message: Opened, sender: PeerId, now: float) -> bool: ...
+Deliver = Callable[[Opened, PeerId, float], bool]
+"""(message, sender, now): gives it to its machine. False for bulk that nobody waited for. Raises
+``RemoteProtocolError``."""
 
 
 class Router:
-    """``group``: the digest of the node's group. ``quotas``: of the process. ``shut_out``: hears of (peer,
-    why), which is not heard any more. ``failed``: hears of a bug of ours. ``open_``: ``envelope.opened``, or
-    the same with a memory."""
+    """``group``: the digest of the node's group. ``deliver``: hears of each message. ``quotas``: of the
+    process. ``shut_out``: hears of (peer, why), which is not heard any more. ``failed``: hears of a bug of
+    ours. ``open_``: ``envelope.opened``, or the same with a memory."""
 
     def __init__(
-        self, group: bytes, inbox: Takes, effects: Effects, shut_out: Callable[[PeerId, str], None],
+        self, group: bytes, deliver: Deliver, effects: Effects, shut_out: Callable[[PeerId, str], None],
         failed: Callable[[Exception], None], quotas: Quotas,
         open_: Callable[[bytes, bytes], Opened] = opened,
     ) -> None:  # fmt: skip
         self._group = group
-        self._inbox = inbox
+        self._deliver = deliver
         self._do = effects
         self._open = open_
         self._shut_out = shut_out
@@ -254,7 +213,7 @@ class Router:
         try:
             message = self._open(data, self._group)
             kind = message.kind
-            useful = self._inbox.take(message, sender, now)
+            useful = self._deliver(message, sender, now)
             if kind.type is Chunk:
                 useful = self._was_asked(sender)
             wait_s, units = self._cost(message, size_bytes, useful, wait_s)

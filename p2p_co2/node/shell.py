@@ -28,16 +28,16 @@ from p2p_co2.errors import LocalProtocolError
 from p2p_co2.net.transport.base import refused_for_s
 from p2p_co2.node.environment import Environment, Links
 from p2p_co2.node.links import LinkObserver, piece_of
-from p2p_co2.node.router import Router, Takes
+from p2p_co2.node.router import Router
 from p2p_co2.node.state import Effects
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.system.clock import ProcessClock
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.envelope import Unsent, head_of, unsent
+from p2p_co2.wire.envelope import Opened, Unsent, head_of, unsent
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.kinds import Machine, kind_of
-from p2p_co2.wire.messages_pb2 import Fetch
+from p2p_co2.wire.messages_pb2 import Fetch, Ping, Status
 
 EVENTS_AT_ONCE = 1000
 """Rounds of events that follow from one another; a machine that always has another has a bug."""
@@ -137,13 +137,13 @@ class Shell:
         self._pumped = -1, -1
         """The revisions of membership and the other machines at the end of the last ``pump``."""
 
-    def serve(self, membership: Membership, machines: Sequence[Speaker], inbox: Takes) -> None:
-        """``machines``: all that send, membership first; ``inbox`` gives each message to its machine."""
+    def serve(self, membership: Membership, machines: Sequence[Speaker]) -> None:
+        """``machines``: all that send, membership first."""
         environment = self.environment
         self.membership = membership
         self._machines = machines
         self.router = Router(
-            environment.group, inbox, self.do, self.shut_out, self.life.crash, environment.quotas,
+            environment.group, self.deliver, self.do, self.shut_out, self.life.crash, environment.quotas,
             environment.open_message,
         )  # fmt: skip
 
@@ -151,6 +151,14 @@ class Shell:
 
     def has_worked(self, peer: PeerId) -> bool:
         """Whether ``peer`` keeps its place among this process's links."""
+        raise NotImplementedError
+
+    def _own_status(self) -> Status:
+        """What this peer says of itself now."""
+        raise NotImplementedError
+
+    def _deliver(self, message: Opened, sender: PeerId, now: float) -> bool:
+        """Give a message to its machine, unless that is membership. As ``router.Deliver``."""
         raise NotImplementedError
 
     def _look(self, now: float) -> None:
@@ -277,6 +285,15 @@ class Shell:
         return until
 
     # ---- links, and what comes in
+
+    def deliver(self, message: Opened, sender: PeerId, now: float) -> bool:
+        """As ``router.Deliver``."""
+        if message.kind.machine is not Machine.MEMBERSHIP:
+            return self._deliver(message, sender, now)
+        if isinstance(message.body, Ping) and message.body.nonce:
+            self.membership.status = self._own_status()  # a pong says where we are, not were
+        self.membership.receive(message.body, sender, now, message.said)
+        return True
 
     def refuse(self, peer: str, reason: str, detail: str) -> None:
         """Count a broken rule against ``peer``."""
