@@ -35,9 +35,6 @@ Result = Callable[[Pipeline, float], None]
 """What has come of a piece of work, told to the machine at this time."""
 Listed = Callable[[int], Sequence[PeerRecord]]
 """Records of the other peers of a stage, as the DHT listed them last."""
-FED_CAPS = 2.0
-"""At its end a peer waits so many times the longest time of a gradient for one more microbatch. A training
-thread that hangs says for ever that it trains."""
 
 
 class BesideStages:
@@ -107,9 +104,11 @@ class PipelineNode(Shell):
         membership = Membership(place.me)
         self.beside = BesideStages(place, membership, listed)
         self.serve(membership, (membership, self.machine))
-        self._fed_s = FED_CAPS * sizes.cap_s
+        self._fed_s = 2 * sizes.cap_s
+        """How long it waits at its end for one more microbatch. A training thread that hangs says for ever that
+        it trains."""
         self._stays_until = math.inf
-        """How long it waits at its end for one more microbatch; infinity while it goes on."""
+        """When it begins nothing more; infinity while it goes on."""
         self._told_at = self.now()
         self._drawn: object = None
 

@@ -40,8 +40,6 @@ LISTENED_S = 12.0
 peer that joins listens if the DHT lists others, who may only be slow to answer."""
 LACKS = "the run is over, and this peer leaves without what others hold"
 """What such a peer says begins so."""
-LACKS_NAMED = 4
-"""It names so many fragments."""
 
 
 class Where(Enum):
@@ -158,7 +156,7 @@ class SwarmProgress:
         late = [f"fragment {f}: version {mine} of {new}" for f, mine, new in self._agreement.lacking()]
         if not late:
             return ""
-        named = ", ".join(late[:LACKS_NAMED]) + (", ..." if late[LACKS_NAMED:] else "")
+        named = ", ".join(late[:4]) + (", ..." if late[4:] else "")
         return f"{LACKS} ({named}), and waits for it no longer; on slow lines see `p2p-co2 plan`"
 
     def conclude_at(self) -> float:
