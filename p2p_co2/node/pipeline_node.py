@@ -105,8 +105,8 @@ class PipelineNode(Shell):
         self.beside = BesideStages(place, membership, listed)
         self.serve(membership, (membership, self.machine))
         self._fed_s = 2 * sizes.cap_s
-        """How long it waits at its end for one more microbatch. A training thread that hangs says for ever that
-        it trains."""
+        """How long it waits at its end for one more microbatch: a training thread that hangs says for ever
+        that it trains."""
         self._stays_until = math.inf
         """When it begins nothing more; infinity while it goes on."""
         self._told_at = self.now()
