@@ -37,7 +37,7 @@ from p2p_co2.wire.envelope import Opened
 from p2p_co2.wire.heartbeat import HEARTBEAT_S, quiet_beat_s
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.kinds import Machine
-from p2p_co2.wire.messages_pb2 import Ready, Status
+from p2p_co2.wire.messages_pb2 import Status
 from p2p_co2.wire.model_table import ModelSummary
 
 
@@ -129,8 +129,6 @@ class Node(Shell):
         useful = self.rounds.receive(message.body, sender, now)
         if useful and kind.is_bulk:
             self.catchup.is_busy(sender, now)
-        if kind.type is Ready:
-            self.catchup.donor.history.shrink()  # its sender has the mean of the round before
         return useful
 
     def _look(self, now: float) -> None:
