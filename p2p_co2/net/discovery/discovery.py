@@ -157,15 +157,14 @@ class Discovery:
     # ---- peers
 
     async def publish_self(self, record: PeerRecord) -> None:
-        """Publish where we can be reached; again within ``MESSAGE_TIMEOUT_S``. Raises ``TransportError``."""
-        own = PeerRecord()
+        """Publish where we can be reached; again within ``MESSAGE_TIMEOUT_S``. Fills in whose ``record`` it
+        is, of which run, and its end. Raises ``TransportError``."""
         me = self._identity.peer_id
-        own.CopyFrom(record)
-        own.peer = me
-        own.run = self._run
-        own.expires_at = get_dht_time() + MESSAGE_TIMEOUT_S
-        sealed = self._identity.seal(PEER_CONTEXT, own.SerializeToString())
-        await self._store(peers_keys(self._run)[shard_of(me)], me, sealed, own.expires_at)
+        record.peer = me
+        record.run = self._run
+        record.expires_at = get_dht_time() + MESSAGE_TIMEOUT_S
+        sealed = self._identity.seal(PEER_CONTEXT, record.SerializeToString())
+        await self._store(peers_keys(self._run)[shard_of(me)], me, sealed, record.expires_at)
 
     async def find_peers(self, own: bool = False) -> list[PeerRecord]:
         """The checked, unexpired records of all other peers, and this one's ``own``, sorted by peer. Raises
@@ -230,16 +229,14 @@ class Discovery:
 
     async def publish_position(self, said: RunPosition) -> None:
         """Tell those that come later where the run is. The seeds themselves are told: they are there when all
-        peers have left. Raises ``TransportError``."""
-        own = RunPosition()
+        peers have left. Fills in whose word it is, of which run, and when. Raises ``TransportError``."""
         me = self._identity.peer_id
-        own.CopyFrom(said)
-        own.peer = me
-        own.run = self._run
-        own.written_at = get_dht_time()
-        sealed = self._identity.seal(POSITION_CONTEXT, own.SerializeToString())
+        said.peer = me
+        said.run = self._run
+        said.written_at = get_dht_time()
+        sealed = self._identity.seal(POSITION_CONTEXT, said.SerializeToString())
         key = position_keys(self._run)[shard_of(me)]
-        ends_at = own.written_at + MAX_LIFETIME_S
+        ends_at = said.written_at + MAX_LIFETIME_S
         call = self._running().protocol.call_store  # gives None where nobody answers
         entry = [DHTID.generate(source=key)], [MSGPackSerializer.dumps(sealed)], [ends_at], [me]
         async with self._calling("no seed took a record"):
