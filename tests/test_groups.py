@@ -9,14 +9,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from p2p_co2.config import PeerConfig
-from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.node.environment import Environment, RunGroup
 from p2p_co2.node.shell import Shell
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.telemetry.events import Event, MessageRefused
-from p2p_co2.wire.envelope import Opened, head_of
+from p2p_co2.wire.envelope import head_of
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import AskOutcome, PeerRecord, Ping, RoundKey, Status
 from tests.envelopes import enveloped
@@ -74,13 +73,7 @@ class Meeting(Shell):
         super().__init__(environment, self.events.append)
         self._peers = peers
         membership = Membership(environment.network.identity.peer_id)
-        self.serve(membership, [membership])
-
-    def _deliver(self, message: Opened, sender: PeerId, now: float) -> bool:
-        raise RemoteProtocolError("wrong group", message.kind.name)
-
-    def _own_status(self) -> Status:
-        return Status()
+        self.serve(membership, [membership], Status)
 
     def has_worked(self, peer: PeerId) -> bool:
         return peer in self.membership.live

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.errors import LocalProtocolError
 from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.commits import CommitHandler
 from p2p_co2.node.environment import Environment
@@ -102,7 +102,7 @@ class Node(Shell):
         self._news = SwarmNews(
             self.state, membership, self.rounds, writer, self.now, self._fetches.is_watching, self._set_paces
         )
-        self.serve(membership, (membership, self.rounds, self.catchup))
+        self.serve(membership, (membership, self.rounds, self.catchup), writer.status)
         self._finder = PeerFinder(environment, membership, writer, do)
         self.state.when_moved(self._moved)
 
@@ -115,16 +115,13 @@ class Node(Shell):
         daemon = [self._watch_daemon()] if self.environment.is_first else []
         return self._finder.run(), *daemon
 
-    def _own_status(self) -> Status:
-        return self.progress.writer.status()
-
-    def _deliver(self, message: Opened, sender: PeerId, now: float) -> bool:
+    def deliver(self, message: Opened, sender: PeerId, now: float) -> bool:
         kind = message.kind
         if kind.machine is Machine.CATCHUP:
             self.catchup.receive(message.body, sender, now)
             return True
         if kind.machine is not Machine.ROUNDS:
-            raise RemoteProtocolError("wrong group", f"a {kind.name} between the replicas of one stage")
+            return super().deliver(message, sender, now)
         self._news.tell_of_strangers()
         useful = self.rounds.receive(message.body, sender, now)
         if useful and kind.is_bulk:

@@ -19,7 +19,7 @@ import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.errors import LocalProtocolError
 from p2p_co2.node.environment import Environment
 from p2p_co2.node.shell import Shell
 from p2p_co2.protocol.membership import Joined, Membership, positions
@@ -103,7 +103,7 @@ class PipelineNode(Shell):
         self.machine = Pipeline(place, sizes)
         membership = Membership(place.me)
         self.beside = BesideStages(place, membership, listed)
-        self.serve(membership, (membership, self.machine))
+        self.serve(membership, (membership, self.machine), self._own_status)
         self._fed_s = 2 * sizes.cap_s
         """How long it waits at its end for one more microbatch: a training thread that hangs says for ever
         that it trains."""
@@ -162,9 +162,9 @@ class PipelineNode(Shell):
     def has_worked(self, peer: PeerId) -> bool:
         return peer in self.membership.live
 
-    def _deliver(self, message: Opened, sender: PeerId, now: float) -> bool:
+    def deliver(self, message: Opened, sender: PeerId, now: float) -> bool:
         if message.kind.machine is not Machine.PIPELINE:
-            raise RemoteProtocolError("wrong group", f"a {message.kind.name} between stages")
+            return super().deliver(message, sender, now)
         return self.machine.receive(message.body, sender, now)
 
     def pump(self, timers: bool = True) -> None:

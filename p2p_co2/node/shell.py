@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
-from p2p_co2.errors import LocalProtocolError
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.net.transport.base import refused_for_s
 from p2p_co2.node.environment import Environment, Links
 from p2p_co2.node.links import LinkObserver, piece_of
@@ -130,18 +130,25 @@ class Shell:
         self._report_event = report
         process_clock = ProcessClock(self.clock.monotonic, self.clock.unix())
         self.now = process_clock.now
-        self.do = Effects(self.now, self.report, self.life.spawn, self.refuse, self.pump)
+
+        def refuse(peer: str, reason: str, detail: str) -> None:
+            self.router.refuse(peer, reason, detail)  # which ``serve`` makes
+
+        self.do = Effects(self.now, self.report, self.life.spawn, refuse, self.pump)
         self._alarm = Alarm(process_clock)
         self._envelope_head = head_of(environment.group)
         self._links: Links | None = None
         self._pumped = -1, -1
         """The revisions of membership and the other machines at the end of the last ``pump``."""
 
-    def serve(self, membership: Membership, machines: Sequence[Speaker]) -> None:
-        """``machines``: all that send, membership first."""
+    def serve(
+        self, membership: Membership, machines: Sequence[Speaker], status: Callable[[], Status]
+    ) -> None:
+        """``machines``: all that send, membership first; ``status``: what this peer says of itself now."""
         environment = self.environment
         self.membership = membership
         self._machines = machines
+        self._current_status = status
         self.router = Router(
             environment.group, self.deliver, self.do, self.shut_out, self.life.crash, environment.quotas,
             environment.open_message,
@@ -151,14 +158,6 @@ class Shell:
 
     def has_worked(self, peer: PeerId) -> bool:
         """Whether ``peer`` keeps its place among this process's links."""
-        raise NotImplementedError
-
-    def _own_status(self) -> Status:
-        """What this peer says of itself now."""
-        raise NotImplementedError
-
-    def _deliver(self, message: Opened, sender: PeerId, now: float) -> bool:
-        """Give a message to its machine, unless that is membership. As ``router.Deliver``."""
         raise NotImplementedError
 
     def _look(self, now: float) -> None:
@@ -287,17 +286,13 @@ class Shell:
     # ---- links, and what comes in
 
     def deliver(self, message: Opened, sender: PeerId, now: float) -> bool:
-        """As ``router.Deliver``."""
+        """As ``router.Deliver``; a group takes what its own machines know."""
         if message.kind.machine is not Machine.MEMBERSHIP:
-            return self._deliver(message, sender, now)
+            raise RemoteProtocolError("wrong group", f"a {message.kind.name}")
         if isinstance(message.body, Ping) and message.body.nonce:
-            self.membership.status = self._own_status()  # a pong says where we are, not were
+            self.membership.status = self._current_status()  # a pong says where we are, not were
         self.membership.receive(message.body, sender, now, message.said)
         return True
-
-    def refuse(self, peer: str, reason: str, detail: str) -> None:
-        """Count a broken rule against ``peer``."""
-        self.router.refuse(peer, reason, detail)
 
     def shut_out(self, peer: PeerId, why: str) -> None:
         """``peer`` is not heard any more: it is no member either."""
