@@ -40,7 +40,7 @@ from monitoring.history import MEASURES, SWARM, Batch, BoardHistory, Happening
 from monitoring.model import Model, Recorder
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import ClockConfig, RunConfig, read_run_config
-from p2p_co2.planning.exchange import Link
+from p2p_co2.planning.exchange import LinkFigures
 from p2p_co2.planning.forecast import forecast, setting_of
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.recipes import load_recipe
@@ -52,7 +52,7 @@ from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
 # ---- the planner
 
 PEERS = 4
-LOOPBACK = Link(up_bytes_per_s=200e6, down_bytes_per_s=200e6, round_trip_s=0.001)
+LOOPBACK = LinkFigures(up_bytes_per_s=200e6, down_bytes_per_s=200e6, round_trip_s=0.001)
 """gRPC with TLS between processes of this machine (``docs/LOG.md``)."""
 BAR = 0.1
 WIDER = 'name = "accuracy"\n[recipe_options]\nwidth = 256\nlayers = 6\nheads = 4\n[clock]\nround_s = 6.0\n'
@@ -84,12 +84,12 @@ def _played(case: str, seconds: float, folder: Path) -> Figures:
     return {"status": status, **compare(folder)}
 
 
-def links_of(summary: Mapping[str, Any]) -> list[Link]:
+def links_of(summary: Mapping[str, Any]) -> list[LinkFigures]:
     """One per peer: its line of the rehearsal, else loopback. A slowed carrier goes on at its rate after a
     lost packet, so they have no loss."""
     lines = (summary.get("lines") or {}).values()
     return [
-        Link(
+        LinkFigures(
             up_bytes_per_s=line["up_bits_per_s"] / 8, down_bytes_per_s=line["down_bits_per_s"] / 8,
             round_trip_s=2e-3 * line["latency_ms"], loss=0.0,
         )

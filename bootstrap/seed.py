@@ -22,7 +22,7 @@ from bootstrap.options import SeedOptions
 from bootstrap.run_file import recipe_of
 from p2p_co2.config import OWN_LOOP, RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TicketError, TransportError
-from p2p_co2.system.folders import OLD_SEED, data_home, seed_folder
+from p2p_co2.system.folders import seed_folder
 from p2p_co2.system.process import (
     FolderLock,
     StopSignals,
@@ -30,7 +30,7 @@ from p2p_co2.system.process import (
     full_disk_named,
     require_supported_platform,
 )
-from p2p_co2.ticket import Ticket, is_loopback, is_of_run, is_private, kept_seeds, line_to_join, read_ticket
+from p2p_co2.ticket import Ticket, is_loopback, is_private, kept_seeds, line_to_join, read_ticket
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES
 
@@ -97,32 +97,18 @@ def serve_run(
     run = None if given and options.run_file is None else _run_of(options, say)
     require_supported_platform()
     end_with_parent(options.parent)
-    folder = options.folder or _default_folder(run, given, say)
+    # A further seed's is named after the run's digest: it may not know the name yet.
+    folder = options.folder or seed_folder(given.run.hex()[:12] if given else run.name if run else "")
     with full_disk_named(folder):
         lock = FolderLock(folder)  # held until this process ends
         try:
             me = Identity.load_or_create(folder / "identity").peer_id
             if run is not None and (given is None or given.run_key == me):  # else it has its own
                 run = salted(run, folder, say)
-            asyncio.run(_until_stopped(Seed(replace(options, folder=folder), run, given, say, invite)))
+            asyncio.run(_until_stopped(SeedServer(replace(options, folder=folder), run, given, say, invite)))
         finally:
             lock.release()
     return 0
-
-
-def _default_folder(run: RunConfig | None, given: Ticket | None, say: Say) -> Path:
-    """A first seed's is named after the run, a further one's after the run's digest."""
-    if given is not None:
-        digest = given.run
-        name = given.run.hex()[:12]
-    else:
-        assert run is not None
-        digest = run.digest()
-        name = run.name
-    if not is_of_run(OLD_SEED, digest):
-        return seed_folder(name)
-    say(f"going on in {OLD_SEED}, which is of this run; new ones are kept in {data_home() / 'seeds'}")
-    return OLD_SEED
 
 
 def _run_of(options: SeedOptions, say: Say) -> RunConfig:
@@ -141,7 +127,7 @@ def _run_of(options: SeedOptions, say: Say) -> RunConfig:
 def salted(run: RunConfig, folder: Path, say: Say) -> RunConfig:
     """``run``, with a salt that this seed alone can make where its file has none: the same at each start. A
     run that this folder published without one stays as it was."""
-    if run.salt or is_of_run(folder, run.digest()):
+    if run.salt or kept_seeds(folder, run.digest()):
         return run
     made = Identity.load_or_create(folder / "identity").sign(b"p2p-co2 salt", run.canonical_bytes())
     salt = made.hex()[:16]
@@ -149,7 +135,7 @@ def salted(run: RunConfig, folder: Path, say: Say) -> RunConfig:
     return run.model_copy(update={"salt": salt})
 
 
-async def _until_stopped(seed: Seed) -> None:
+async def _until_stopped(seed: SeedServer) -> None:
     loop = asyncio.get_running_loop()
     serving = asyncio.create_task(seed.serve(), name="seed")
     with StopSignals(partial(loop.call_soon_threadsafe, serving.cancel)):
@@ -162,7 +148,7 @@ async def _until_stopped(seed: Seed) -> None:
     seed.say("the seed has left")
 
 
-class Seed:
+class SeedServer:
     """A seed of ``run`` (None if its settings are still to be fetched), or a further one of the run that
     ``given`` invites to."""
 

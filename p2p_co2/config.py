@@ -209,14 +209,12 @@ class RunConfig(_Frozen):
     @model_validator(mode="before")
     @classmethod
     def _filled_in(cls, settings: object) -> object:
-        """What a run file leaves out, and what an earlier version published besides."""
-        if not isinstance(settings, dict):
-            return settings
-        filled = {name: value for name, value in settings.items() if (name, value) != ("cells", 1)}
-        table = filled.get("aggregation", {})
-        if isinstance(table, dict) and not table.get("rule"):
-            filled["aggregation"] = table | {"rule": implied_rule(filled.get("weight_cap", 1))}
-        return filled
+        """What a run file leaves out, or leaves empty."""
+        table = settings.get("aggregation", {}) if isinstance(settings, dict) else None
+        if isinstance(settings, dict) and isinstance(table, dict) and not table.get("rule"):
+            rule = implied_rule(settings.get("weight_cap", 1))
+            return settings | {"aggregation": table | {"rule": rule}}
+        return settings
 
     @field_validator("weight_cap")
     @classmethod
@@ -267,7 +265,7 @@ class RunConfig(_Frozen):
 
     def digest(self) -> bytes:
         """sha256 of ``canonical_bytes``, 32 bytes: the run's identity on the wire."""
-        return hashlib.sha256(b"p2p-co2 run\0" + self.canonical_bytes()).digest()
+        return run_digest(self.canonical_bytes())
 
     def stage_digest(self, stage: int) -> bytes:
         """Names the group of the peers that hold ``stage``: an ordinary swarm under this digest. The run's
@@ -446,6 +444,11 @@ class PeerConfig(_Frozen):
 
 
 _Config = TypeVar("_Config", RunConfig, PeerConfig)
+
+
+def run_digest(canonical: bytes) -> bytes:
+    """As ``RunConfig.digest``, of the ``canonical_bytes``."""
+    return hashlib.sha256(b"p2p-co2 run\0" + canonical).digest()
 
 
 def stage_digest(run: bytes, stage: int, stages: int) -> bytes:

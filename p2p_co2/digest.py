@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from blake3 import blake3
 
-from p2p_co2.system.memory import Buffer, Joined
+from p2p_co2.system.memory import Buffer, JoinedBuffers
 
 DIGEST_BYTES = 32
 
@@ -25,9 +25,9 @@ def digest(*pieces: Buffer) -> bytes:
     return hasher.digest()
 
 
-def chunk_digests(data: Buffer | Joined, chunk_bytes: int) -> Iterator[bytes]:
+def chunk_digests(data: Buffer | JoinedBuffers, chunk_bytes: int) -> Iterator[bytes]:
     """32 bytes for each ``chunk_bytes`` of ``data`` (the last may have fewer), in order, without a copy."""
-    joined = data if isinstance(data, Joined) else Joined(data)
+    joined = data if isinstance(data, JoinedBuffers) else JoinedBuffers(data)
     for start in range(0, len(joined), chunk_bytes):
         yield digest(*joined.views(slice(start, start + chunk_bytes)))
 

@@ -82,7 +82,7 @@ class Blame(Enum):
 
 
 class Offence(StrEnum):
-    """The reasons of ``RemoteProtocolError`` that cost their sender more than usual, or less (``blame``)."""
+    """The reasons of ``RemoteProtocolError`` that code acts upon: by their ``blame``, or one by one."""
 
     blame: Blame
 
@@ -119,6 +119,14 @@ class Offence(StrEnum):
     WRONG_GENERATION = "wrong generation", Blame.OTHERS
     NOT_A_MEMBER = "not a member", Blame.OTHERS
 
+    TOO_SLOW = "too slow", Blame.USUAL
+    TOO_MANY_MESSAGES = "too many messages", Blame.USUAL
+    SHUT_OUT = "shut out", Blame.USUAL
+    OTHER_GROUP = "other group", Blame.USUAL
+    """Its sender has moved, and nobody is to blame."""
+    OTHER_HISTORY = "other history", Blame.USUAL
+    """Nobody is to blame: it may be this peer that went astray."""
+
 
 _BLAMES: dict[str, Blame] = {offence: offence.blame for offence in Offence}
 
@@ -130,7 +138,7 @@ def blame_of(reason: str) -> Blame:
 
 class RemoteProtocolError(P2PCo2Error):
     """A peer sent what the protocol forbids. ``reason`` is a short constant, counted per sender: an
-    ``Offence``, or a text where it costs the usual."""
+    ``Offence``, or a text that nothing acts upon."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason = reason

@@ -167,11 +167,6 @@ def kept_seeds(folder: Path, run: bytes) -> tuple[str, ...]:
     return ticket.seeds if ticket.run == run else ()
 
 
-def is_of_run(folder: Path, run: bytes) -> bool:
-    """Whether ``folder`` is a peer's or seed's of ``run``, by the ticket that it keeps."""
-    return bool(kept_seeds(folder, run))
-
-
 def is_seed_address(maddr: str) -> bool:
     """Whether a ticket can name this multiaddr."""
     try:

@@ -1,11 +1,11 @@
 """A test's peer process: a small model in its own training loop, through the library's front door.
 
-    python tests/swarm_peer.py TICKET FOLDER --seed 1 --min-peers 3 [--carrier grpc] [--die-at part]
-    [--resume]
+    python tests/swarm_peer.py TICKET FOLDER --seed 1 --min-peers 3 [--die-at part] [--resume]
+    [--start-over] [--impatient]
 
 ``--die-at KIND`` makes the process kill itself with SIGKILL in the moment before it would send its first
 message of that kind after ``--die-after`` committed rounds: the way to be dead in a chosen phase of a round,
-for real.
+for real. ``--impatient``: listen to peers that are listed and gone no longer than to nobody.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from p2p_co2.config import PeerConfig
 from p2p_co2.node import shell
 from p2p_co2.telemetry.events import Event, RoundCommitted
 from p2p_co2.telemetry.journal import Journal
-from p2p_co2.trainer import connect
+from p2p_co2.trainer import arrival, connect
 from p2p_co2.wire.envelope import Unsent
 from tests.paced_recipe import Descent
 
@@ -70,8 +70,11 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--start-over", action="store_true")
     parser.add_argument("--no-board", action="store_true")
+    parser.add_argument("--impatient", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.impatient:
+        arrival.LISTENED_S = arrival.LISTEN_S
     doom = Doom(options.die_at, options.die_after)
     doom.install()
     config = PeerConfig(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from bootstrap.local_swarm import LocalSwarm
 from p2p_co2.config import RunConfig, write_toml
+from p2p_co2.recipes import recipe_digest
 from p2p_co2.telemetry.events import Event, PeerFinished
 from p2p_co2.telemetry.journal import read_events
 
@@ -25,44 +26,23 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 class Swarm:
-    """A seed with its ticket, and the peers that a test starts. ``folder`` is the test's own."""
+    """A seed with its ticket, and the peers that a test starts, among the processes of ``local``."""
 
-    def __init__(self, folder: Path, run: RunConfig) -> None:
-        self.folder, self.run = folder, run
+    def __init__(self, local: LocalSwarm, run: RunConfig) -> None:
+        self._local, self.folder, self.run = local, local.folder, run
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        run_file = folder / "run.toml"
+        if not run.recipe_digest:  # else the seed imports torch for it
+            run = run.model_copy(update={"recipe_digest": recipe_digest(run.recipe, run.recipe_options)})
+        run_file = self.folder / "run.toml"
         run_file.write_text(write_toml(run))
-        self.ticket = self._start_seed(run_file)
+        folder = ["--folder", str(self.folder / "seed")]
+        self.start("seed", [sys.executable, "-m", "bootstrap", "seed", str(run_file), *folder])
+        self.ticket = local.wait_for_line(local.children[0], "ticket:", START_BOUND_S)
 
-    def _start_seed(self, run_file: Path) -> str:
-        seed_folder = self.folder / "seed"
-        self.start(
-            "seed", [sys.executable, "-m", "bootstrap", "seed", str(run_file), "--folder", str(seed_folder)]
-        )
-        ends_at = time.monotonic() + START_BOUND_S
-        while time.monotonic() < ends_at:
-            found = re.search(r"p2pco2-\w+", self.log("seed"))
-            if found:
-                return found.group()
-            assert self.processes["seed"].poll() is None, self.log("seed")
-            time.sleep(0.05)
-        raise AssertionError(f"the seed gave no ticket: {self.log('seed')}")
-
-    def start(self, name: str, command: list[str], home: Path = ROOT) -> subprocess.Popen[bytes]:
-        """Start a process whose output goes to ``<name>.log``, in the folder ``home``, whose modules it may
-        import."""
-        modules = {"PYTHONPATH": f"{home}{os.pathsep}{ROOT}"}
-        with (self.folder / f"{name}.log").open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=ENVIRONMENT | modules,
-                cwd=home,
-            )
-        self.processes[name] = process
-        return process
+    def start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+        """Start a process whose output goes to ``<name>.log``."""
+        self.processes[name] = self._local.start(name, command).process
+        return self.processes[name]
 
     def start_peer(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         """A ``swarm_peer.py`` process in folder ``<name>``."""
@@ -111,23 +91,9 @@ class Swarm:
         (event,) = [event for event in self.events(name) if isinstance(event, PeerFinished)]
         return event
 
-    def close(self) -> None:
-        for process in self.processes.values():
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-        for process in self.processes.values():
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
 
 @contextmanager
 def swarm(folder: Path, run: RunConfig) -> Iterator[Swarm]:
     """A seed that is gone, with every peer, when the block ends."""
-    running = Swarm(folder, run)
-    try:
-        yield running
-    finally:
-        running.close()
+    with LocalSwarm(folder, grace_s=60.0) as local:
+        yield Swarm(local, run)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +18,7 @@ import pytest
 from bootstrap.local_swarm import LocalSwarm
 from bootstrap.options import RehearsalOptions, SeedOptions
 from bootstrap.rehearsal import Line, lines_of
-from bootstrap.seed import Seed, invitation_of, salted, say_invitation
+from bootstrap.seed import SeedServer, invitation_of, salted, say_invitation
 from bootstrap.stage import RunEnd, Stage, run_in_new_folder
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
@@ -30,6 +29,8 @@ from p2p_co2.system.process import processes_below
 from p2p_co2.telemetry.events import Event
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, peer_id_of
+from tests.test_process import has_ended
+from tests.test_process import until as wait_until
 from tests.transport_peers import until
 
 # ---- processes
@@ -71,7 +72,7 @@ def test_nothing_survives_a_child_that_does_not_listen(tmp_path: Path) -> None:
         assert psutil.pid_exists(below)
     assert child.exit_status() == -signal.SIGKILL
     assert not psutil.pid_exists(child.pid)
-    assert _gone(below)
+    assert wait_until(lambda: has_ended(below))
 
 
 def test_a_grandchild_left_behind_by_a_dead_child_is_ended(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_a_grandchild_left_behind_by_a_dead_child_is_ended(tmp_path: Path) -> No
         below = int(swarm.wait_for_line(child, "below:", BOUND_S))
         assert swarm.wait([child], BOUND_S)
         assert psutil.pid_exists(below)
-    assert _gone(below)
+    assert wait_until(lambda: has_ended(below))
 
 
 def test_a_death_that_nobody_asked_for_is_seen_with_its_last_words(tmp_path: Path) -> None:
@@ -97,25 +98,13 @@ def test_a_death_that_nobody_asked_for_is_seen_with_its_last_words(tmp_path: Pat
         assert child.exit_status() == 1
 
 
-def _gone(pid: int) -> bool:
-    """A killed orphan is reaped by init in its own time: a zombie counts as gone."""
-    for _ in range(int(BOUND_S / 0.05)):
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 async def test_a_seed_brings_its_libp2p_daemon_back_where_it_was(tmp_path: Path) -> None:
     run = RunConfig(recipe_digest=bytes(32).hex())
     identity = Identity.load_or_create(tmp_path / "identity")
     said: list[str] = []
     options = SeedOptions(folder=tmp_path, host="127.0.0.1")
     others = set(processes_below(os.getpid()))
-    serving = asyncio.create_task(Seed(options, run, None, said.append).serve())
+    serving = asyncio.create_task(SeedServer(options, run, None, said.append).serve())
     peer = Identity.generate()
     (tmp_path / "peer").write_bytes(peer.libp2p_bytes())
     p2p = await start_p2p(tmp_path / "peer")

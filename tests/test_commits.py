@@ -11,7 +11,7 @@ import pytest
 
 from p2p_co2.digest import digest
 from p2p_co2.node.commits import CommitHandler
-from p2p_co2.node.outer_state import Offers, OuterState
+from p2p_co2.node.outer_state import LedgerCalls, Offers
 from p2p_co2.node.state import PAST_KEPT, Effects, PeerState
 from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced, SliceRefused, agreed_mean
 from p2p_co2.protocol.rounds import FellBehind, Offer, PayloadShape, PeerView, ReduceWanted, Refused, Rounds
@@ -79,7 +79,7 @@ class Place:
             lambda *of: self.refused.append(of), self.pump,
         )  # fmt: skip
         self.offers = Offers(self.rounds, self.ledger, self.state, do)
-        self.outer = OuterState(self.ledger, self.state, self.rounds, cast(Any, Mock()), do)
+        self.outer = LedgerCalls(self.ledger, self.state, self.rounds, cast(Any, Mock()), do)
         self.fetches = SimpleNamespace(go_to=lambda *where: True)
         self.commits = CommitHandler(
             self.rounds, self.ledger, self.outer, self.offers, cast(Any, self.fetches), RUN, SHAPE, Mock(), do

@@ -12,7 +12,7 @@ import pytest
 
 from p2p_co2.telemetry.events import CheckpointSaved, PeerFinished, Progress, RoundCommitted, Warned
 from p2p_co2.tensors.checkpoint import folder as checkpoint
-from tests.campaign import Campaign, paced_run
+from tests.campaign import START_S, Campaign, paced_run
 from tests.conftest import mounted_disk
 from tests.disks import fill
 
@@ -64,16 +64,28 @@ def test_a_peer_trains_on_with_a_full_disk_and_saves_again_when_there_is_room(
     assert [end.reason for end in ends] == ["stopped", "stopped"]
 
 
-def test_a_checkpoint_torn_anywhere_is_passed_over_for_the_one_before_it(swarm: Campaign) -> None:
-    """One peer for each class of bytes, resumed side by side; and nobody takes part of one for a whole."""
+def test_memory_that_ends_amid_a_step_costs_no_checkpoint_and_one_torn_anywhere_is_passed_over(
+    swarm: Campaign,
+) -> None:
+    """For the one before it: a peer for each class of bytes, resumed side by side. Nobody takes part of one
+    for a whole."""
     often = swarm.folder / "often.toml"
     often.write_text("checkpoint_every_s = 0.5\n")
     run = paced_run(ROUND_S, step_s=0.05)
     seed = swarm.start_seed(run)
-    peer = swarm.join("whole", "--config", str(often))
-    swarm.wait_for_commits("whole")
-    swarm.wait_until("two checkpoints", lambda: len(states_of(swarm.folder / "whole")) == 2)
-    swarm.leave_together(peer)
+    peer = swarm.join("whole", "--config", str(often), variables={"PACED_TEAR_AFTER": "80"})
+    peer.asked_to_end = True
+    assert swarm.wait([peer], START_S), swarm.tails()
+    assert peer.exit_status() == 1, peer.last_lines(60)
+    (error,) = (line for line in peer.last_lines(60).splitlines() if line.startswith("error: "))
+    assert "failed in its middle (MemoryError: no memory is left)" in error
+    assert "join again with --resume, with more memory free" in error
+    (end,) = swarm.events("whole", PeerFinished)
+    assert end.reason == "EnvironmentFault in the training loop, without a last checkpoint"
+    before = checkpoint.load(swarm.folder / "whole" / "checkpoint")
+    assert before.passed_over == ()
+    saved = swarm.events("whole", CheckpointSaved)[-1]
+    assert tuple(state.version for state in before.states) == saved.versions
     older, newest = states_of(swarm.folder / "whole")
     data, steps = (newest / LAST).read_bytes(), int(older.stem.split("-")[1])
     torn: dict[str, Path] = {}
@@ -95,7 +107,6 @@ def test_a_checkpoint_torn_anywhere_is_passed_over_for_the_one_before_it(swarm: 
     assert seed.running()
     ends = swarm.leave_together(*(child for child in swarm.running() if child is not seed))
     assert len({end.reason for end in ends}) == 1
-    assert len(swarm.events("whole", PeerFinished)) == 1
 
 
 def states_of(folder: Path) -> list[Path]:

@@ -1,5 +1,5 @@
-"""Diallers that speak the wire by hand: wrong hellos, trickles, floods and streams without end are bounded,
-named and dropped, over real sockets and both carriers."""
+"""Diallers that speak the wire by hand: wrong hellos, trickles and streams without end are bounded, named and
+dropped, over real sockets and both carriers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import os
 import socket
 import ssl
 import struct
-import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from p2p_co2.config import SLOWEST_CAP_BYTES_PER_S
-from p2p_co2.errors import PeerLost, TransportError
+from p2p_co2.errors import TransportError
 from p2p_co2.net.transport import base, grpc_carrier
 from p2p_co2.net.transport.admission import Admission
 from p2p_co2.net.transport.grpc_carrier import METHOD, GrpcCarrier
@@ -26,13 +25,9 @@ from p2p_co2.net.transport.libp2p import carrier as libp2p_carrier
 from p2p_co2.net.transport.libp2p.carrier import PROTOCOL, Libp2pCarrier
 from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
 from p2p_co2.net.transport.libp2p.streams import framed
-from p2p_co2.node.router import control_units
 from p2p_co2.protocol.rounds.assembly import piece_bytes
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.limits import HELLO_WINDOW_S, MAX_DATA_BYTES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Envelope, Mean, Ping, RoundKey
-from tests.fuzz.world import RUN as RUN_OF_WORLD
-from tests.fuzz.world import Trainer, World
+from p2p_co2.wire.limits import HELLO_WINDOW_S, MAX_MESSAGE_BYTES
 from tests.transport_peers import BOTH, PATIENCE_S, RUN, Peer, open_pair, open_peer, until
 
 # ---- HTTP/2 by hand: gRPC's own client never sends half a message
@@ -216,75 +211,3 @@ async def test_streams_without_end_are_bounded(tmp_path: Path, monkeypatch: pyte
 
 def test_a_piece_for_the_slowest_cap_is_in_time() -> None:
     assert piece_bytes([SLOWEST_CAP_BYTES_PER_S]) / SLOWEST_CAP_BYTES_PER_S < base.MESSAGE_TIMEOUT_S / 10
-
-
-# ---- a real node behind a real carrier
-
-
-def messages_of_floods() -> dict[str, bytes]:
-    """What a flood may consist of: nonsense, and messages that would be right at another time. Every kind is
-    in ``test_flood_kinds``."""
-
-    def envelope(**body: object) -> bytes:
-        message = Envelope(version=PROTOCOL_VERSION, run=RUN_OF_WORLD.digest(), **body)  # type: ignore[arg-type]
-        return message.SerializeToString()
-
-    key = RoundKey(fragment=0, round=10**6, attempt=bytes(16))
-    return {
-        "nonsense": b"\xff" * 40,
-        "heartbeats": envelope(ping=Ping(nonce=1, sent_at=1.0)),
-        "bulk for nobody": envelope(mean=Mean(key=key, total=MAX_DATA_BYTES, data=bytes(MAX_DATA_BYTES))),
-    }
-
-
-@asynccontextmanager
-async def node_behind(b: Peer) -> AsyncIterator[Trainer]:
-    """A node that takes what comes in through ``b``'s carrier."""
-    world = World("b")
-    (trainer,) = world.trainers
-    receiving = trainer.node.router
-    b.carrier.on_message, b.carrier.on_refused = receiving.on_message, receiving.on_link_refused
-    world.start()
-    await asyncio.sleep(0)
-    yield trainer
-    await world.close()
-
-
-@pytest.mark.parametrize(
-    ("kind", "flood"),
-    [("grpc", "nonsense"), ("grpc", "bulk for nobody"), ("libp2p", "heartbeats")],
-)
-async def test_a_flood_is_slowed_and_its_sender_dropped_while_others_are_heard(
-    kind: str, flood: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allowances = sys.modules[control_units.__module__]
-    monkeypatch.setattr(allowances, "ALLOWANCE", 50.0)  # sooner
-    monkeypatch.setattr(allowances, "PATIENCE_S", 0.2)
-    ping = messages_of_floods()["heartbeats"]
-    async with open_pair(kind, tmp_path) as (mallory, b), open_peer(kind, tmp_path / "c") as honest:  # noqa: SIM117
-        async with node_behind(b) as trainer:
-            good = await honest.carrier.connect(b.record)
-            bad = await mallory.carrier.connect(b.record)
-
-            async def pour() -> None:
-                with suppress(PeerLost):
-                    while True:
-                        await bad.send(messages_of_floods()[flood])
-
-            pouring = asyncio.create_task(pour())
-            me, refusals = mallory.identity.peer_id, trainer.node.router.refusals
-            async with asyncio.timeout(PATIENCE_S):
-                while not refusals[me, "", "too many messages"]:
-                    await good.send(ping)
-                    await asyncio.sleep(0.05)
-            pouring.cancel()
-            assert refusals[me, "", "too many messages"] == 1
-            assert me not in trainer.node.membership.live
-            assert honest.identity.peer_id in trainer.node.membership.live
-            assert {sender for sender, _, _ in refusals} == {me}
-            assert trainer.node.life.bug is None
-            again = await mallory.carrier.connect(b.record)  # it may dial again, but is not heard
-            await again.send(ping)
-            assert "shut out" in await again.wait_closed()
-            await good.send(ping)
-            await good.close()

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.errors import EnvironmentFault, TicketError
-from p2p_co2.system.folders import OLD_PEER, observer_folder, peer_folder, seed_folder
+from p2p_co2.system.folders import observer_folder, peer_folder, seed_folder
 from p2p_co2.system.process import FolderLock, claim, is_kept
-from p2p_co2.ticket import Ticket, is_of_run, read_ticket
+from p2p_co2.ticket import Ticket, read_ticket
 from p2p_co2.wire.identity import peer_id_of
 
 RUN, OTHER_RUN = bytes(range(32)), bytes(32)
@@ -93,15 +93,6 @@ def test_the_named_folder_is_taken_and_one_that_cannot_be_made_is_said(
     (tmp_path / "p2p-co2").touch()
     with pytest.raises(EnvironmentFault, match=r"cannot use the folder .*--folder"):
         peer_folder(RUN)
-
-
-def test_the_old_place_is_gone_on_with_where_it_is_this_runs(home: Path) -> None:
-    OLD_PEER.mkdir(parents=True)
-    (OLD_PEER / "ticket").write_text(TICKET + "\n")
-    assert is_of_run(OLD_PEER, RUN)
-    assert not is_of_run(OLD_PEER, OTHER_RUN)
-    assert peer_folder(RUN, OLD_PEER) == OLD_PEER
-    assert is_kept(OLD_PEER)
 
 
 def test_a_ticket_is_a_word_a_file_the_input_or_the_environment(

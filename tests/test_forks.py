@@ -17,6 +17,7 @@ import pytest
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.system.process import FolderLock, is_kept, left_to_others, processes_below, shut_in_forks_at
 from tests.swarms import ROOT, swarm
+from tests.transport_peers import free_port
 
 RUN = RunConfig(name="forks", recipe="own-loop", fragments=2, clock=ClockConfig(mode="time", round_s=1.0))
 
@@ -86,20 +87,12 @@ def test_no_thread_of_ours_comes_to_life_in_a_forked_child() -> None:
     assert (ended.stdout, ended.returncode) == ("1", 0), ended.stderr
 
 
-def free_ports(count: int) -> list[str]:
-    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [str(one.getsockname()[1]) for one in taken]
-    for one in taken:
-        one.close()
-    return ports
-
-
 @pytest.mark.swarm
 def test_a_forked_child_that_outlives_its_parent_keeps_no_folder_port_or_daemon(tmp_path: Path) -> None:
     children: list[int] = []
     with swarm(tmp_path, RUN) as running:
         command = [sys.executable, str(ROOT / "tests" / "forking_peer.py"), running.ticket]
-        ports = free_ports(3)
+        ports = [str(free_port()) for _ in range(3)]
         command += [str(tmp_path / "peer"), *ports]
         try:
             for name in ("killed", "again"):

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from p2p_co2.config import ClockConfig, PeerConfig, RunConfig
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.config import PeerConfig
 from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.node.environment import Environment, RunGroup
 from p2p_co2.node.shell import Shell
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.telemetry.events import Event, MessageRefused
-from p2p_co2.tensors.checkpoint.agreed import state_digest
-from p2p_co2.tensors.checkpoint.folder import load_agreed
-from p2p_co2.wire.envelope import Opened, head_of
+from p2p_co2.wire.envelope import head_of
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.kinds import Machine
-from p2p_co2.wire.messages_pb2 import AskOutcome, PeerRecord, Ping, RoundKey
+from p2p_co2.wire.messages_pb2 import AskOutcome, PeerRecord, Ping, RoundKey, Status
 from tests.envelopes import enveloped
 from tests.fuzz.world import RUN, Trainer, make_identity
-from tests.swarms import ROOT, swarm
 
 OTHER_GROUP = RunGroup(hashlib.sha256(b"another group of the run").digest(), name="another")
 STEP_S, WITHIN_S = 0.02, 60.0
@@ -82,13 +73,7 @@ class Meeting(Shell):
         super().__init__(environment, self.events.append)
         self._peers = peers
         membership = Membership(environment.network.identity.peer_id)
-        self.serve(membership, [membership], self)
-
-    def take(self, message: Opened, sender: PeerId, now: float) -> bool:
-        if message.kind.machine is not Machine.MEMBERSHIP:
-            raise RemoteProtocolError("wrong group", message.kind.name)
-        self.membership.receive(message.body, sender, now, message.said)
-        return True
+        self.serve(membership, [membership], Status)
 
     def has_worked(self, peer: PeerId) -> bool:
         return peer in self.membership.live
@@ -201,22 +186,3 @@ async def test_a_group_of_any_kind_stands_beside_one_that_averages() -> None:
         await until(lambda: not meeting[1].membership.live)
         version = nodes[0].agreed[0].version
         await until(lambda: nodes[0].agreed[0].version > version, step)
-
-
-@pytest.mark.swarm
-def test_a_peer_of_ones_own_is_in_a_further_group_of_the_run(tmp_path: Path) -> None:
-    """Two processes average one model with the run, and another in a group named by a digest."""
-    clock = ClockConfig(mode="time", round_s=1.0, rounds=5)
-    run = RunConfig(name="groups", recipe="own-loop", fragments=2, clock=clock)
-    script = str(ROOT / "tests" / "group_peer.py")
-    with swarm(tmp_path, run) as running:
-        for name in ("a", "b"):
-            running.start(name, [sys.executable, script, running.ticket, str(tmp_path / name)])
-        running.wait("a", "b")
-        assert running.finished("a").digest == running.finished("b").digest
-        for folder in ("checkpoint", "another/checkpoint"):
-            ours, theirs = (load_agreed(tmp_path / name / folder) for name in ("a", "b"))
-            assert min(state.version for state in ours.states) > 1
-            digests = [[state_digest(one, 1 << 20) for one in saved.states] for saved in (ours, theirs)]
-            assert digests[0] == digests[1], folder
-        assert not any(isinstance(event, MessageRefused) for event in running.events("a"))

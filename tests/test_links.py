@@ -29,6 +29,7 @@ from p2p_co2.node.links import (
 from p2p_co2.node.meter import FAST_BYTES_PER_S
 from p2p_co2.wire.envelope import unsent, with_data
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_FRAGMENTS
 from p2p_co2.wire.messages_pb2 import Mean, PeerRecord
 from tests.made_links import B, C, FakeCarrier, Hands, links_over, turns
 from tests.transport_peers import PATIENCE_S, open_pair, until
@@ -405,6 +406,9 @@ def test_pieces_of_the_round_that_began_first_go_first_and_nothing_overtakes_wha
         lane.put(Bulk(data, piece, order=order.of(piece)))
     assert b"".join(bytes(message.data) for message in lane.bulk) == b"abcdefg"
     assert lane.bulk_bytes == 7
+    for number in range(MAX_FRAGMENTS):
+        order.of(Piece(b"later %d" % number, False))
+    assert order.of(first) > MAX_FRAGMENTS, "so many are remembered"
 
 
 LINE_BYTES_PER_S = 250_000.0

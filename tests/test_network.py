@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import TransportError
 from p2p_co2.net.discovery import Discovery
+from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.node import network as room
-from p2p_co2.node.network import RECORD_LIFETIME_S, Network, RecordBook, lead_nowhere_else, publishable
+from p2p_co2.node.network import Network, RecordBook, publishable
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_DIALLED, MAX_RECORD_BYTES, MAX_STRING
@@ -80,7 +82,7 @@ async def test_records_are_those_found_last_and_those_in_use(monkeypatch: pytest
     assert len(dht.book) == 2
     assert dht.book.maddrs_of(PeerId("nobody")) == ()
     dht.peers = ()
-    dht.now += 10 * RECORD_LIFETIME_S
+    dht.now += 10 * MESSAGE_TIMEOUT_S
     await dht.book.search()
     assert len(dht.book) == 0
 
@@ -188,11 +190,37 @@ def test_published_addresses_fit_into_a_record(lengths: list[int]) -> None:
     assert taken == [maddr for maddr in maddrs if len(maddr) <= MAX_STRING][:MAX_DIALLED]
 
 
-def test_on_a_network_of_its_own_nobody_needs_a_relay() -> None:
-    near, far, named = "/ip4/192.168.1.7/tcp/1", "/ip4/192.0.0.65/tcp/1", "/dns4/seed.example/tcp/1"
-    assert lead_nowhere_else([near])
-    assert not lead_nowhere_else([near, far])
-    assert not lead_nowhere_else([named])
+class NoPlaces:
+    """Of a peer for which no seed relays."""
+
+    held = ()
+    trouble = "/ip4/203.0.113.9/tcp/1: it does not relay for us"
+
+    def __init__(self, *_: object) -> None: ...
+
+    async def renew(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("seeds", "is_told"),
+    [
+        (["/ip4/203.0.113.9/tcp/1"], True), (["/dns4/seed.example/tcp/1"], True),
+        (["/ip4/192.168.1.7/tcp/1", "/ip4/203.0.113.9/tcp/1"], True),
+        (["/ip4/192.168.1.7/tcp/1"], False),  # on a network of its own nobody needs a relay
+    ],
+)  # fmt: skip
+async def test_a_peer_that_nobody_can_reach_is_told_what_to_do_when_somebody_is_there(
+    monkeypatch: pytest.MonkeyPatch, seeds: list[str], is_told: bool
+) -> None:
+    monkeypatch.setattr(room, "Places", NoPlaces)
+    monkeypatch.setattr(room, "own_maddrs", AsyncMock(return_value=[]))
+    peer = Identity.generate().peer_id
+    ticket = Ticket(RUN, peer, tuple(f"{seed}/p2p/{peer}" for seed in seeds))
+    network = Network(Identity.generate(), PeerConfig(), ticket)
+    network.use(None, AsyncMock())  # type: ignore[arg-type]
+    assert await network.publish_self() == ""  # nobody is out of reach: nobody is there
+    told = await network.publish_self(somebody_unmet=True)
+    assert ("forward two TCP ports of the router" in told and "it does not relay for us" in told) == is_told
 
 
 async def test_a_killed_daemon_is_a_transport_error_everywhere(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import urllib.request
@@ -39,7 +40,8 @@ def test_whatever_a_program_is_and_has_set_it_publishes_the_same_model_as_the_ot
     with swarm(tmp_path, RunConfig(name="own", recipe=OWN_LOOP, fragments=3, clock=clock)) as running:
         for name, flags, words in KINDS:
             script = [sys.executable, *flags, str(ROOT / "tests" / "own_loop_peer.py")]
-            running.start(name, [*script, running.ticket, str(tmp_path / name), *words], home)
+            there = ["env", "-C", str(home), f"PYTHONPATH={home}{os.pathsep}{ROOT}"]
+            running.start(name, [*there, *script, running.ticket, str(tmp_path / name), *words])
             if name == "plain":  # it waits for the two others
                 address = running.said(name, r"board: (http\S+)")[1]
                 with urllib.request.urlopen(address, timeout=120) as page:

@@ -27,7 +27,7 @@ from p2p_co2.config import ApplyRule, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning import exchange, traffic
 from p2p_co2.planning.advice import advise, bounds_of
-from p2p_co2.planning.exchange import Link, RoundTime, flow, link_of, round_time
+from p2p_co2.planning.exchange import LinkFigures, RoundTime, flow, link_of, round_time
 from p2p_co2.planning.forecast import (
     COPY_BYTES_PER_S,
     GPU_PROCESS_BYTES,
@@ -39,7 +39,7 @@ from p2p_co2.planning.forecast import (
     forecast,
     setting_of,
 )
-from p2p_co2.planning.memory import TRAIN_BYTES, Room, needed_bytes, plan_memory
+from p2p_co2.planning.memory import TRAIN_BYTES, MachineMemory, needed_bytes, plan_memory
 from p2p_co2.planning.pipeline import StageCost, loads_of
 from p2p_co2.planning.profiles import MIX_SHARES, PROFILES, LinkProfile, profile_of
 from p2p_co2.planning.simulator import Job, utilisation
@@ -57,7 +57,7 @@ from tests.envelopes import enveloped
 
 GRID = [10 ** (-1.0 + 4.0 / 49 * point) for point in range(50)]
 """The published table's bandwidths, Gbit/s."""
-FAST = Link(up_bytes_per_s=1e9, down_bytes_per_s=1e9)
+FAST = LinkFigures(up_bytes_per_s=1e9, down_bytes_per_s=1e9)
 
 
 def setting(**changes: object) -> Setting:
@@ -121,14 +121,14 @@ def test_slices_and_means_are_the_published_traffic_whatever_the_shares() -> Non
 
 
 def test_the_floor_is_the_one_of_the_documents() -> None:
-    home = Link(up_bytes_per_s=20e6 / 8, down_bytes_per_s=100e6 / 8)
+    home = LinkFigures(up_bytes_per_s=20e6 / 8, down_bytes_per_s=100e6 / 8)
     many = [home] * 1000  # 1 - 1/M is nearly 1
     assert exchange.floor_s(100e6 * 4 / 8, many) == pytest.approx(40, rel=0.01)
     assert exchange.floor_s(1e9 * 4 / 8, many) == pytest.approx(400, rel=0.01)
 
 
 def test_a_round_by_hand() -> None:
-    link = Link(up_bytes_per_s=1e5, down_bytes_per_s=1e9, round_trip_s=0.1)
+    link = LinkFigures(up_bytes_per_s=1e5, down_bytes_per_s=1e9, round_trip_s=0.1)
     time = round_time(6_800_000, 12_800_000, 3.0, [link, link])
     sent = 3_400_000 + traffic.round_control_bytes(2, 6_800_000) / 2
     assert time.transfer_s == pytest.approx(2 * 1.04 * sent / (0.85 * 1e5))
@@ -143,8 +143,8 @@ def test_a_round_by_hand() -> None:
 
 
 def test_what_limits_a_transfer_is_named() -> None:
-    slow_down = Link(up_bytes_per_s=1e9, down_bytes_per_s=1e5)
-    lossy = Link(up_bytes_per_s=1e9, down_bytes_per_s=1e9, round_trip_s=0.1, loss=0.01)
+    slow_down = LinkFigures(up_bytes_per_s=1e9, down_bytes_per_s=1e5)
+    lossy = LinkFigures(up_bytes_per_s=1e9, down_bytes_per_s=1e9, round_trip_s=0.1, loss=0.01)
     assert round_time(10**6, 10**6, 0.1, [slow_down] * 3).limited_by == "download"
     limited = round_time(10**6, 10**6, 0.1, [lossy] * 2)
     assert limited.limited_by == "loss"
@@ -218,7 +218,7 @@ def test_the_host_of_a_gpu_holds_three_to_five_copies_of_a_large_model(
     )  # fmt: skip
     host = forecast(run).memory_bytes
     assert 0.9 * least_gb < host / 1e9 < most_gb
-    small = Room(host_bytes=8e9, gpu_bytes=80e9, how="given")
+    small = MachineMemory(host_bytes=8e9, gpu_bytes=80e9, how="given")
     planned = plan_memory(run, forecast(run), small)
     assert f"needs {host / 1e9:.3g} GB of host memory, and 8 GB are there" in planned.troubles[0]
     assert "agreed parameters lie in host memory beside a GPU, too" in planned.troubles[0]
@@ -232,7 +232,9 @@ def test_the_largest_model_fits_and_one_of_a_tenth_more_does_not(
     host_gb: float, gpu_gb: float | None, limited_by: str
 ) -> None:
     run = setting(on_gpu=gpu_gb is not None)
-    room = Room(host_bytes=1e9 * host_gb, gpu_bytes=None if gpu_gb is None else 1e9 * gpu_gb, how="given")
+    room = MachineMemory(
+        host_bytes=1e9 * host_gb, gpu_bytes=None if gpu_gb is None else 1e9 * gpu_gb, how="given"
+    )
     planned = plan_memory(run, forecast(run), room)
     assert (planned.limited_by, planned.troubles) == (limited_by, ())
     has = 1e9 * (host_gb if limited_by == "host memory" else gpu_gb or 0.0)
@@ -247,9 +249,9 @@ def test_the_largest_model_fits_and_one_of_a_tenth_more_does_not(
 
 def test_a_machine_that_bears_nothing_and_one_that_is_not_known_are_told_apart() -> None:
     run = setting(on_gpu=True)
-    tiny = plan_memory(run, forecast(run), Room(host_bytes=1e6, gpu_bytes=0.0, how="given"))
+    tiny = plan_memory(run, forecast(run), MachineMemory(host_bytes=1e6, gpu_bytes=0.0, how="given"))
     assert (tiny.largest_parameters, tiny.limited_by, len(tiny.troubles)) == (0, "host memory", 1)
-    unknown = plan_memory(run, forecast(run), Room(host_bytes=0.0, gpu_bytes=0.0, how="not known"))
+    unknown = plan_memory(run, forecast(run), MachineMemory(host_bytes=0.0, gpu_bytes=0.0, how="not known"))
     assert (unknown.largest_parameters, unknown.limited_by, unknown.troubles) == (0, "", ())
 
 
@@ -285,7 +287,7 @@ def test_a_setting_is_read_from_a_run_file() -> None:
     run = RunConfig.model_validate(
         {"clock": {"mode": "steps", "inner_steps_per_round": 40, "rounds": 9}, "group_size": 2}
     )
-    slow = Link(up_bytes_per_s=1.0, down_bytes_per_s=1.0)
+    slow = LinkFigures(up_bytes_per_s=1.0, down_bytes_per_s=1.0)
     read = setting_of(run, (10, 20), 0.5, [FAST, slow, FAST])
     assert (read.round_s, read.rounds, read.parameters) == (20.0, 9, 30)
     assert read.links == (slow, FAST)
@@ -297,8 +299,8 @@ def test_a_setting_is_read_from_a_run_file() -> None:
 @pytest.mark.parametrize(
     ("changes", "binding"),
     [
-        ({"links": (Link(up_bytes_per_s=1e5, down_bytes_per_s=1e9),) * 4}, "upload"),
-        ({"links": (Link(up_bytes_per_s=1e9, down_bytes_per_s=1e5),) * 4}, "download"),
+        ({"links": (LinkFigures(up_bytes_per_s=1e5, down_bytes_per_s=1e9),) * 4}, "upload"),
+        ({"links": (LinkFigures(up_bytes_per_s=1e9, down_bytes_per_s=1e5),) * 4}, "download"),
         ({"links": (replace(FAST, round_trip_s=0.2, loss=0.05),) * 4}, "loss"),
         ({"links": (replace(FAST, round_trip_s=5.0),) * 4}, "latency"),
         ({"step_s": 30.0, "round_s": 300.0}, "inner step"),
@@ -376,11 +378,9 @@ def test_the_published_table_is_reproduced() -> None:
     exact, far = 0, []
     for model, rows in TABLE.items():
         for method, row in rows.items():
+            busy = [utilisation(job_of(model, method), 1e9 * rate) for rate in GRID]
             for target, published in zip(TARGETS, row, strict=True):
-                ours = max(
-                    (g for g in GRID if utilisation(job_of(model, method), 1e9 * g) < target), default=None
-                )
-                assert ours is not None
+                ours = max(rate for rate, share in zip(GRID, busy, strict=True) if share < target)
                 at = min(range(len(GRID)), key=lambda i: abs(printed(GRID[i]) - published))
                 assert printed(GRID[at]) == published, "the table is not on this GRID"
                 exact += printed(ours) == published
@@ -436,7 +436,7 @@ def options(path: Path, **changes: object) -> PlanOptions:
     return replace(slow, **changes)  # type: ignore[arg-type]
 
 
-def links_of(**given: Any) -> tuple[tuple[Link, ...], str]:
+def links_of(**given: Any) -> tuple[tuple[LinkFigures, ...], str]:
     return read_links(PlanOptions(run_file=Path(), **given), 0)
 
 
@@ -555,7 +555,7 @@ def test_links_by_profile_figures_and_measurement(tmp_path: Path) -> None:
     assert cable[0].up_bytes_per_s == 5e6
     assert "cable" in words
     (given,), _ = links_of(up_mbit=8, rtt_ms=50, loss=0.01, peers=1)
-    assert given == Link(up_bytes_per_s=1e6, down_bytes_per_s=1e7, round_trip_s=0.05, loss=0.01)
+    assert given == LinkFigures(up_bytes_per_s=1e6, down_bytes_per_s=1e7, round_trip_s=0.05, loss=0.01)
     path = tmp_path / "link.json"
     path.write_text(
         json.dumps({"link": {"up_bytes_per_s": 5.0, "down_bytes_per_s": 6.0, "round_trip_s": 0.5}})

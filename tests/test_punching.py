@@ -154,7 +154,7 @@ async def hide(stack: AsyncExitStack, path: Path, p2p: P2P, machine: Machine, kn
 async def test_a_relayed_link_becomes_direct_through_a_punched_hole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(carrier_room, "CONNECT_TIMEOUT_S", 5.5)
+    monkeypatch.setattr(carrier_room, "CONNECT_TIMEOUT_S", 4.2)
     with Routers() as routers:
         async with (
             asyncio.timeout(2 * PATIENCE_S),

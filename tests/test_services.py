@@ -25,7 +25,7 @@ PROGRAM = "/opt/p2p-co2/bin/p2p-co2"
 RUN = """
 recipe_options = { layers = 1, width = 32, heads = 2, batch = 2 }
 [clock]
-round_s = 3.0
+round_s = 1.0
 """
 
 

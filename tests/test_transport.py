@@ -7,8 +7,6 @@ import contextlib
 import gc
 import os
 import random
-import signal
-import sys
 import time
 from pathlib import Path
 
@@ -208,39 +206,6 @@ async def test_a_cancelled_connect_leaves_nothing(kind: str, tmp_path: Path) -> 
             await asyncio.gather(connecting, return_exceptions=True)
         await until(lambda: not b.carrier.admission.links)
         assert not a.carrier.links
-
-
-_CHILD = """
-import asyncio, sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from transport_peers import open_peer
-async def main():
-    async with open_peer({kind!r}, Path({folder!r})) as peer:
-        print(peer.record.SerializeToString().hex(), flush=True)
-        await asyncio.sleep(600)
-asyncio.run(main())
-"""
-
-
-@pytest.mark.swarm
-@BOTH
-async def test_a_killed_process_is_noticed_while_idle(kind: str, tmp_path: Path) -> None:
-    code = _CHILD.format(tests=str(Path(__file__).parent), kind=kind, folder=str(tmp_path / "b"))
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
-    try:
-        assert child.stdout is not None
-        record = PeerRecord.FromString(bytes.fromhex((await child.stdout.readline()).decode()))
-        async with open_peer(kind, tmp_path / "a") as a:
-            link = await a.carrier.connect(record)
-            await link.send(b"x")
-            child.send_signal(signal.SIGKILL)
-            async with asyncio.timeout(PATIENCE_S):
-                assert not is_by_silence(await link.wait_closed())
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.communicate()
 
 
 # ---- what gRPC has of its own: TLS, ports

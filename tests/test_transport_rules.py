@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import pytest
 
@@ -31,13 +31,14 @@ from p2p_co2.net.transport.admission import (
     Admission,
     network_at,
 )
-from p2p_co2.net.transport.base import DIALS_AT_ONCE, Carrier, Dials
+from p2p_co2.net.transport.base import DIALS_AT_ONCE, Carrier, Dials, Link
 from p2p_co2.net.transport.slow import MAX_UNDER_WAY, SharedLine, SlowLine
-from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.identity import Identity
 from p2p_co2.wire.limits import HELLO_WINDOW_S, MAX_DIALLED
 from p2p_co2.wire.messages_pb2 import PeerRecord
+from tests.made_links import FakeCarrier
 from tests.test_libp2p import BY_SEED, DIRECT
-from tests.transport_peers import RUN
+from tests.transport_peers import RUN, until
 
 # ---- admission
 
@@ -250,44 +251,23 @@ async def test_names_that_hang_hold_their_places_and_no_thread_of_anybody_else()
 # ---- slow lines
 
 
-class Link:
-    peer, carrier, way = PeerId("b"), "grpc", "direct"
-
-    def __init__(self) -> None:
-        self.came: list[tuple[float, bytes]] = []
-        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    async def send(self, data: bytes) -> None:
-        if self.closed.done():
-            raise PeerLost(self.closed.result())
-        self.came.append((time.monotonic(), data))
-
-    async def close(self) -> None:
-        if not self.closed.done():
-            self.closed.set_result("closed by us")
-
-    async def wait_closed(self) -> str:
-        return await asyncio.shield(self.closed)
-
-
-async def came(link: Link, count: int) -> None:
-    async with asyncio.timeout(10):
-        while len(link.came) < count:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+async def open_link(slow: SharedLine) -> tuple[FakeCarrier, Link]:
+    """A link over the line, and the carrier that keeps what comes of it."""
+    carrier = FakeCarrier("grpc")
+    return carrier, await slow.carrying(cast(Link, await carrier.connect(PeerRecord(peer="b"))))
 
 
 async def test_messages_come_in_order_no_sooner_than_the_line_that_all_links_share_allows() -> None:
     slow = SharedLine(SlowLine(8e6, 8e6, 0.05, 0.03, 0.0), seed=1)
-    links = [Link(), Link()]
-    lines = [await slow.carrying(link) for link in links]
+    pairs = [await open_link(slow), await open_link(slow)]
     began_at = time.monotonic()
     sent = [bytes((number,)) * 10_000 for number in range(10)]
     for data in sent:
-        await asyncio.gather(*(line.send(data) for line in lines))
+        await asyncio.gather(*(line.send(data) for _, line in pairs))
     assert time.monotonic() - began_at >= 0.2  # 200 kB at 1 MB/s
-    for link, line in zip(links, lines, strict=True):
-        await came(link, 10)
-        assert [data for _, data in link.came] == sent
+    for carrier, line in pairs:
+        await until(lambda came=carrier.sent: len(came) == 10)  # type: ignore[misc]
+        assert carrier.sent == sent
         await line.close()
 
 
@@ -301,11 +281,11 @@ def test_a_lost_packet_is_a_round_trip() -> None:
 
 @pytest.mark.parametrize("waits_for_room", [False, True])
 async def test_a_send_over_a_link_that_is_gone_is_a_lost_peer(waits_for_room: bool) -> None:
-    link = Link()
-    line = await SharedLine(SlowLine(1e9, 1e9, 0.1 * waits_for_room, 0.0, 0.0), seed=0).carrying(link)
+    slow = SharedLine(SlowLine(1e9, 1e9, 0.1 * waits_for_room, 0.0, 0.0), seed=0)
+    carrier, line = await open_link(slow)
     for _ in range(waits_for_room * MAX_UNDER_WAY + 1):  # the first is on its way
         await line.send(b"on its way")
-    link.closed.set_result("the peer is gone")
+    carrier.links[0].closed.set_result("the peer is gone")
 
     async def send_on() -> None:
         while True:

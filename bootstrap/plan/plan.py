@@ -18,9 +18,9 @@ from bootstrap.options import PlanOptions
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning.advice import Advice, advise
-from p2p_co2.planning.exchange import Link, link_of
+from p2p_co2.planning.exchange import LinkFigures, link_of
 from p2p_co2.planning.forecast import Forecast, Setting, even_fragments, forecast, setting_of
-from p2p_co2.planning.memory import TRAIN_BYTES, MemoryPlan, Room, plan_memory
+from p2p_co2.planning.memory import TRAIN_BYTES, MachineMemory, MemoryPlan, plan_memory
 from p2p_co2.planning.profiles import profile_of
 from p2p_co2.system.extras import require
 from p2p_co2.system.machine import available_memory_bytes
@@ -28,7 +28,7 @@ from p2p_co2.wire.limits import MAX_MEMBERS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """A run's setting with its forecast, what is advised, and what it takes of a peer's memory. ``sources``:
     where step time, model size and links come from, in words."""
 
@@ -45,7 +45,7 @@ class Plan:
         return self.advice.is_reached and not (self.memory.room.is_given and self.memory.troubles)
 
 
-def make_plan(options: PlanOptions) -> Plan:
+def make_plan(options: PlanOptions) -> RunPlan:
     """Read, measure, reckon. Raises ``ConfigError`` and ``EnvironmentFault``."""
     check(options)
     run = read_run_config(options.run_file)
@@ -77,7 +77,7 @@ def make_plan(options: PlanOptions) -> Plan:
         train_bytes=train_bytes or TRAIN_BYTES * sum(fragments),
     )  # fmt: skip
     shown = forecast(setting, options.hours * 3600)
-    return Plan(
+    return RunPlan(
         run=run,
         setting=setting,
         forecast=shown,
@@ -92,19 +92,19 @@ def on_gpu(options: PlanOptions) -> bool:
     return options.device.startswith("cuda") or options.gpu_memory_gb > 0
 
 
-def room_of(options: PlanOptions) -> Room:
+def room_of(options: PlanOptions) -> MachineMemory:
     """What the peers' machine has: as given, else this one."""
     host_bytes = 1e9 * options.memory_gb or available_memory_bytes()
     how = "given" if options.memory_gb else "free on this machine"
     is_given = options.memory_gb > 0 or options.gpu_memory_gb > 0
     if not on_gpu(options):
-        return Room(host_bytes=host_bytes, gpu_bytes=None, how=how, is_given=is_given)
+        return MachineMemory(host_bytes=host_bytes, gpu_bytes=None, how=how, is_given=is_given)
     gpu_bytes = 1e9 * options.gpu_memory_gb
     if not gpu_bytes and "torch" in sys.modules:  # a plan that measures nothing does not import it
         from bootstrap.plan.step import gpu_memory_bytes
 
         gpu_bytes = gpu_memory_bytes(options.device)
-    return Room(host_bytes=host_bytes, gpu_bytes=gpu_bytes, how=how, is_given=is_given)
+    return MachineMemory(host_bytes=host_bytes, gpu_bytes=gpu_bytes, how=how, is_given=is_given)
 
 
 def check(options: PlanOptions, most_peers: int = MAX_MEMBERS) -> None:
@@ -125,7 +125,7 @@ def check(options: PlanOptions, most_peers: int = MAX_MEMBERS) -> None:
             raise ConfigError.of_option(option, problem)
 
 
-def as_table(plan: Plan) -> dict[str, Any]:
+def as_table(plan: RunPlan) -> dict[str, Any]:
     """The plan as plain JSON: ``given`` and ``advised`` with the same fields, and what binds."""
     advice = plan.advice
     return {
@@ -162,7 +162,7 @@ _RATES_BYTES_PER_S = 1.0, 1.25e12
 """The least and the most that a link carries."""
 
 
-def read_links(options: PlanOptions, seed: int) -> tuple[tuple[Link, ...], str]:
+def read_links(options: PlanOptions, seed: int) -> tuple[tuple[LinkFigures, ...], str]:
     """One link for each peer, and where they come from in words. Raises ``ConfigError``."""
     peers = options.peers
     figures = bool(options.up_mbit or options.down_mbit or options.rtt_ms or options.loss)
@@ -181,13 +181,13 @@ def read_links(options: PlanOptions, seed: int) -> tuple[tuple[Link, ...], str]:
     return links, f"profile {name} ({kinds}){note}"
 
 
-def described(link: Link) -> str:
+def described(link: LinkFigures) -> str:
     """A link in words."""
     words = f"{8e-6 * link.up_bytes_per_s:,.3g} Mbit/s up, {8e-6 * link.down_bytes_per_s:,.3g} down"
     return f"{words}, {1e3 * link.round_trip_s:.3g} ms round trip, {link.loss:.2%} loss"
 
 
-def _figures(options: PlanOptions) -> Link:
+def _figures(options: PlanOptions) -> LinkFigures:
     least_mbit = 8e-6 * _RATES_BYTES_PER_S[0]
     down_mbit = options.down_mbit or 10 * options.up_mbit
     for option, value, least, most in (
@@ -198,7 +198,7 @@ def _figures(options: PlanOptions) -> Link:
     ):
         if not least <= value <= most:
             raise ConfigError.of_option(option, f"what the link has, {least:g} to {most:g} (got {value:g})")
-    return Link(
+    return LinkFigures(
         up_bytes_per_s=options.up_mbit * 1e6 / 8,
         down_bytes_per_s=down_mbit * 1e6 / 8,
         round_trip_s=options.rtt_ms / 1e3,
@@ -206,7 +206,7 @@ def _figures(options: PlanOptions) -> Link:
     )
 
 
-def _measured(path: Path) -> Link:
+def _measured(path: Path) -> LinkFigures:
     """The link that ``doctor --json`` measured."""
     cure = "write it with: p2p-co2 doctor TICKET --json"
     try:
@@ -230,7 +230,7 @@ def _measured(path: Path) -> Link:
             problem = f"was not measured (got {str(value)[:40]}); run doctor with a ticket"
             raise ConfigError(str(path), f"link.{name}", problem)
         figures[name] = float(value)
-    return Link(**figures)
+    return LinkFigures(**figures)
 
 
 # ---- for a reader
@@ -270,7 +270,7 @@ def run_plan(options: PlanOptions, say: Callable[[str], None] = print, is_brief:
     return 1 if options.check and not plan.is_good else 0
 
 
-def verdict(plan: Plan) -> str:
+def verdict(plan: RunPlan) -> str:
     """Whether the links bear the run as it is given, and the memory that was given for its peers, in a
     sentence that begins with yes or no."""
     advice = plan.advice
@@ -286,7 +286,7 @@ def verdict(plan: Plan) -> str:
     return f"no: {busy}; what binds is {advice.binding}: {WHY[advice.binding]}"
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
+def print_plan(plan: RunPlan, console: Console | None = None) -> None:
     """Print ``plan`` to ``console``; stdout if None."""
     console = console or Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     setting = plan.setting
@@ -319,7 +319,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
             console.print(Text(f"as {how}: {trouble}", style="red"))
 
 
-def _advised(plan: Plan) -> str:
+def _advised(plan: RunPlan) -> str:
     """What to write into the run file."""
     advice = plan.advice
     best = advice.setting

@@ -23,7 +23,7 @@ from bootstrap.options import PlanOptions
 from bootstrap.plan.plan import check, read_links, seconds, size
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError
-from p2p_co2.planning.exchange import Link
+from p2p_co2.planning.exchange import LinkFigures
 from p2p_co2.planning.forecast import NETWORK_BYTES, Forecast, even_fragments, forecast, setting_of
 from p2p_co2.planning.pipeline import StageCost, loads_of
 from p2p_co2.planning.profiles import LinkProfile
@@ -113,7 +113,7 @@ def make_staged_plan(options: PlanOptions) -> StagedPlan:
     return staged_plan(run, costs, tokens, peers, sources, options.target)
 
 
-def in_stages(links: Sequence[Link], stages: int) -> list[list[Link]]:
+def in_stages(links: Sequence[LinkFigures], stages: int) -> list[list[LinkFigures]]:
     """Peers over the stages, one after the other. Raises ``ConfigError`` if a stage has none."""
     if len(links) < stages:
         problem = f"{stages} stages need a peer each (got {len(links)}); two each bear that one goes"
@@ -122,7 +122,7 @@ def in_stages(links: Sequence[Link], stages: int) -> list[list[Link]]:
 
 
 def staged_plan(
-    run: RunConfig, costs: Sequence[StageCost], tokens: int, links: Sequence[Sequence[Link]],
+    run: RunConfig, costs: Sequence[StageCost], tokens: int, links: Sequence[Sequence[LinkFigures]],
     sources: dict[str, str], target: float = 0.95,
 ) -> StagedPlan:  # fmt: skip
     """``tokens``: of a microbatch. The rounds of a group take their share of its uplinks."""
@@ -159,7 +159,7 @@ def staged_plan(
     )
 
 
-def _line(link: Link, by_rounds: float) -> LinkProfile:
+def _line(link: LinkFigures, by_rounds: float) -> LinkProfile:
     """What the rounds of a stage's group leave of a link: they take at most an eighth of a full uplink."""
     up_bytes_per_s = link.up_bytes_per_s - min(by_rounds, link.up_bytes_per_s / 8)
     down_bits_per_s = round(8 * link.down_bytes_per_s)

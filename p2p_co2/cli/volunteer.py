@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,10 +15,10 @@ from p2p_co2.cli.command import LINE, LOUDNESS, Loudness, PeerSettings, variable
 from p2p_co2.config import STAGES
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.peer_options import peer_config
-from p2p_co2.system.folders import OLD_PEER, data_home, peer_folder, peer_folders
+from p2p_co2.system.folders import data_home, peer_folder, peer_folders
 from p2p_co2.system.governor import Wish, WishFile
 from p2p_co2.system.process import holder_of, is_kept
-from p2p_co2.ticket import TICKET_VARIABLE, Ticket, is_of_run, read_ticket
+from p2p_co2.ticket import TICKET_VARIABLE, Ticket, read_ticket
 
 NOTHING = PeerSettings()
 """No setting of a peer was given."""
@@ -85,7 +84,7 @@ def join(
         raise ConfigError.of_option("--restart-stage", "say which stage is to begin anew, with --stage N")
     is_typed = bool(ticket)
     ticket = read_ticket(ticket)
-    made = peer_config(config, settings, ticket, partial(_peer_folder, ticket))
+    made = peer_config(config, settings, ticket, lambda: peer_folder(Ticket.parse(ticket).run))
     from peers.daemon import JoinOptions, import_slow, join_run
 
     options = JoinOptions(
@@ -97,15 +96,6 @@ def join(
 
     again = "" if parent else _again(context, made.folder, is_typed)
     join_run(options, JoinWatch(loudness=LOUDNESS.get(), come_back=again, folder=made.folder))
-
-
-def _peer_folder(ticket: str) -> Path:
-    """Where a peer keeps its files that was told no folder; says so where that is the old place."""
-    run = Ticket.parse(ticket).run
-    folder = peer_folder(run, OLD_PEER if is_of_run(OLD_PEER, run) else None)
-    if folder == OLD_PEER:
-        print(f"going on in {folder}, which is of this run; new ones are kept in {data_home() / 'runs'}")
-    return folder
 
 
 _ANEW = {"--start-over", "--restart-stage"}

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 
 from p2p_co2.digest import digest as digest_of
-from p2p_co2.errors import DigestMismatch, RemoteProtocolError
-from p2p_co2.node.outer_state import Offers, OuterState
+from p2p_co2.errors import DigestMismatch, Offence, RemoteProtocolError
+from p2p_co2.node.outer_state import LedgerCalls, Offers
 from p2p_co2.node.state import Effects, PeerState
 from p2p_co2.protocol.catchup import goals, policy
 from p2p_co2.protocol.catchup.machine import CatchUp
@@ -30,8 +30,6 @@ from p2p_co2.wire.messages_pb2 import Status
 
 REPLAY_AT_MOST = 8
 """Missed rounds of one fragment that are replayed, if that costs less than half of its whole state."""
-OTHER_HISTORY = "other history"
-"""The reason of a refusal that blames nobody: it may be this peer that went astray."""
 
 
 class Agreement:
@@ -165,7 +163,7 @@ class CatchupController:
 
     def __init__(
         self, machine: CatchUp, rounds: Rounds, agreement: Agreement, state: PeerState,
-        outer: OuterState, offers: Offers, run: bytes, shape: PayloadShape, effects: Effects,
+        outer: LedgerCalls, offers: Offers, run: bytes, shape: PayloadShape, effects: Effects,
     ) -> None:  # fmt: skip
         self._machine = machine
         self._rounds = rounds
@@ -370,7 +368,7 @@ class CatchupController:
         try:
             mean = self._checked_mean(event)
         except RemoteProtocolError as error:
-            if error.reason != OTHER_HISTORY:  # else it may be we that went astray
+            if error.reason != Offence.OTHER_HISTORY:  # else it may be we that went astray
                 self._blame(event, error.reason, error.detail)
             self._fetch_whole(event.goal.fragment)
             return
@@ -388,11 +386,11 @@ class CatchupController:
             raise RemoteProtocolError("bad decision", "of another round")
         group = {PeerId(member.peer) for member in outcome.members}
         if not self._agreement.is_most(group, signers_of(event.decision, outcome), fragment, event.version):
-            raise RemoteProtocolError(OTHER_HISTORY, "most peers that train here are not in its group")
+            raise RemoteProtocolError(Offence.OTHER_HISTORY, "few of its group train here")
         if agreed.version != event.version - 1:
             return None
         if outcome.state_digest != agreed.digest:
-            raise RemoteProtocolError(OTHER_HISTORY, "the round follows another state than ours")
+            raise RemoteProtocolError(Offence.OTHER_HISTORY, "the round follows another state than ours")
         block_bytes = self._shape.block_bytes
         for part in outcome.parts:
             piece = event.data[part.start_block * block_bytes : part.stop_block * block_bytes]

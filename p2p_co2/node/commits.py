@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import median_low
 
 from p2p_co2.node.catchup import CatchupController
-from p2p_co2.node.outer_state import Offers, OuterState
+from p2p_co2.node.outer_state import LedgerCalls, Offers
 from p2p_co2.node.state import Effects
 from p2p_co2.protocol.ledger import Ledger, SliceRefused, agreed_mean, weights_of
 from p2p_co2.protocol.rounds import PayloadShape, Rounds, claimed_weights, counted_weights, open_decision
@@ -32,7 +32,7 @@ class CommitHandler:
     (fragment, round, decision)."""
 
     def __init__(
-        self, rounds: Rounds, ledger: Ledger, outer: OuterState, offers: Offers, fetches: CatchupController,
+        self, rounds: Rounds, ledger: Ledger, outer: LedgerCalls, offers: Offers, fetches: CatchupController,
         run: bytes, shape: PayloadShape, forget: Callable[[bytes, bool], None], effects: Effects,
     ) -> None:  # fmt: skip
         self._rounds = rounds

@@ -31,7 +31,7 @@ from p2p_co2.node.meter import LEAST_SPAN_S, LinePace, LineRate, Pace
 from p2p_co2.wire.envelope import Unsent
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.kinds import Kind, Role
-from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_PEERS
+from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_FRAGMENTS, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
 MOST_LOOKED_AT = 9
@@ -40,8 +40,6 @@ COMMON_OF = 4
 """The lane counts on which it waits least, once one of so many has been left out."""
 TURNS_OF_ONE = 8
 """On a line that urgent lanes fill, one in so many turns is another lane's."""
-ATTEMPTS_KEPT = 256
-"""Whose order is remembered: many more than are open at once."""
 MAX_QUEUED_BYTES = 1 << 30
 """Bulk bytes waiting for all peers together, and for one peer at most as much as is left for all others."""
 MAX_SERVED_BYTES = 8 * MAX_DATA_BYTES
@@ -94,7 +92,7 @@ class BeginOrder:
         if piece.attempt not in self._begun:
             self._last += 1
             self._begun[piece.attempt] = self._last
-            if len(self._begun) > ATTEMPTS_KEPT:
+            if len(self._begun) > MAX_FRAGMENTS:  # more than are open at once
                 self._begun.popitem(last=False)
         return self._begun[piece.attempt]
 

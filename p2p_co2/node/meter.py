@@ -17,11 +17,8 @@ from collections.abc import Callable, Mapping
 from statistics import median_low
 from typing import Any
 
-from p2p_co2.net.transport.flow import Seen
+from p2p_co2.net.transport.flow import MOMENT_S, Seen
 
-MOMENT_S = 0.1
-"""A pause longer than this ends a stretch; and a pace may catch up for so long after a pause of this
-process."""
 SEEN_S = 0.5
 """How long a stretch has to be to say what the line carries. A shorter one says what it carries at least."""
 LEAST_SPAN_S = 0.04
@@ -36,9 +33,6 @@ QUEUED_S = 0.06
 """Where what is under way waits longer before the line, bulk leaves more slowly for a while."""
 EASED_TIMES = 0.82
 """Of what the line has shown, while it is eased: in a full queue TCP's shares decide which lane ends last."""
-EASED_S = 1.0
-"""A line is eased for as long as it was not before, and at most for so long: then others' queues make no line
-seem slower."""
 FAST_BYTES_PER_S = 25e6
 """A faster line fills as it likes: what is measured of it is this process at work as often as the line."""
 
@@ -77,6 +71,8 @@ class LinePace(Pace):
         super().__init__(late_s=MOMENT_S)
         self._times = LINE_TIMES
         self._may_ease_s = 0.0
+        """It is eased for as long as it was not before, up to two stretches: else others' queues would make a
+        line seem slower."""
 
     def follow(self, shown_bytes_per_s: float, queued_s: float = 0.0) -> None:
         """Keep to what the line shows; 0 means that nothing is known, and no limit. ``queued_s``: how long
@@ -93,7 +89,7 @@ class LinePace(Pace):
     def admit_at(self, size_bytes: int, now: float) -> float:
         """As ``Pace``, for what needs a turn."""
         turn_s = self.turn_s(size_bytes)
-        self._may_ease_s = min(EASED_S, self._may_ease_s + (turn_s if self._times > 1 else -turn_s))
+        self._may_ease_s = min(2 * SEEN_S, self._may_ease_s + (turn_s if self._times > 1 else -turn_s))
         return super().admit_at(size_bytes, now) if turn_s else now
 
 

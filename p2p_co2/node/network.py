@@ -40,7 +40,6 @@ from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_DIALLED, MAX_PEERS, MAX_STRING
 from p2p_co2.wire.messages_pb2 import PeerRecord, RunPosition
 
-RECORD_LIFETIME_S = 60.0
 ELSEWHERE = (
     "this identity is at work elsewhere, too, as from a copied folder; give one of the two another --folder: "
     "it makes an identity of its own"
@@ -250,7 +249,7 @@ class RecordBook:
             held = listed.get(peer) or self._records.get(peer)
             listed[peer] = record if held is None or record.expires_at >= held.expires_at else held
         for peer, at in sorted(self._used_at.items(), key=lambda item: item[1], reverse=True):
-            if now - at < 5 * RECORD_LIFETIME_S and len(listed) < MAX_PEERS:
+            if now - at < 5 * MESSAGE_TIMEOUT_S and len(listed) < MAX_PEERS:
                 listed.setdefault(peer, self._records[peer])
         self._records = listed
         self._used_at = {peer: at for peer, at in self._used_at.items() if peer in listed}
@@ -402,13 +401,13 @@ class Network:
         said where there is ``somebody_unmet`` and nobody relays: else all may be well. Raises
         ``TransportError``.
         """
-        if self._is_due("record", RECORD_LIFETIME_S / 3):
+        if self._is_due("record", MESSAGE_TIMEOUT_S / 3):
             record = await self._reach.record()
             record.software = self.software
             record.stage = self.holds.stage or 0
             record.tokens_per_s = self.holds.tokens_per_s
             record.visits = self.holds.visits
-            await self.discovery.publish_self(record, RECORD_LIFETIME_S)
+            await self.discovery.publish_self(record)
             self._done_at["record"] = time.monotonic()
         news = self._news
         self._news = ""
@@ -551,7 +550,7 @@ class Network:
         try:
             await self.discovery.rebootstrap(self.ticket.seeds)
         except TransportError:
-            if len(self.records) and self._is_due("manifest", 10 * RECORD_LIFETIME_S):
+            if len(self.records) and self._is_due("manifest", 10 * MESSAGE_TIMEOUT_S):
                 await self.discovery.keep_manifest()
                 self._done_at["manifest"] = time.monotonic()
             raise

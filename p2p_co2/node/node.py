@@ -20,10 +20,9 @@ from p2p_co2.errors import LocalProtocolError
 from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.commits import CommitHandler
 from p2p_co2.node.environment import Environment
-from p2p_co2.node.outer_state import Offers, OuterState
+from p2p_co2.node.outer_state import LedgerCalls, Offers
 from p2p_co2.node.peer_finder import PeerFinder
 from p2p_co2.node.progress import SwarmProgress
-from p2p_co2.node.router import Inbox
 from p2p_co2.node.shell import Shell
 from p2p_co2.node.state import LocalProgress, PeerState
 from p2p_co2.node.status import StatusWriter, SwarmNews, Times
@@ -34,8 +33,10 @@ from p2p_co2.protocol.membership import Joined, Left, Membership
 from p2p_co2.protocol.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.protocol.strangers import OtherModel
 from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.envelope import Opened
 from p2p_co2.wire.heartbeat import HEARTBEAT_S, quiet_beat_s
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.kinds import Machine
 from p2p_co2.wire.messages_pb2 import Status
 from p2p_co2.wire.model_table import ModelSummary
 
@@ -80,7 +81,7 @@ class Node(Shell):
             self.catchup.donor.moved(fragment, version.version)
         self.state.when_moved(lambda fragment, version: self.catchup.donor.moved(fragment, version.version))
         self._offers = Offers(self.rounds, ledger, self.state, do)
-        self.outer = OuterState(ledger, self.state, self.rounds, self.catchup.donor, do)
+        self.outer = LedgerCalls(ledger, self.state, self.rounds, self.catchup.donor, do)
         agreement = Agreement(membership, self.state)
         self._fetches = CatchupController(
             self.catchup, self.rounds, agreement, self.state, self.outer, self._offers, group, shape, do
@@ -101,8 +102,7 @@ class Node(Shell):
         self._news = SwarmNews(
             self.state, membership, self.rounds, writer, self.now, self._fetches.is_watching, self._set_paces
         )
-        inbox = Inbox(membership, self.rounds, self.catchup, writer.status, self._news.tell_of_strangers)
-        self.serve(membership, (membership, self.rounds, self.catchup), inbox)
+        self.serve(membership, (membership, self.rounds, self.catchup), writer.status)
         self._finder = PeerFinder(environment, membership, writer, do)
         self.state.when_moved(self._moved)
 
@@ -114,6 +114,19 @@ class Node(Shell):
     def _works(self) -> Sequence[Coroutine[Any, Any, None]]:
         daemon = [self._watch_daemon()] if self.environment.is_first else []
         return self._finder.run(), *daemon
+
+    def deliver(self, message: Opened, sender: PeerId, now: float) -> bool:
+        kind = message.kind
+        if kind.machine is Machine.CATCHUP:
+            self.catchup.receive(message.body, sender, now)
+            return True
+        if kind.machine is not Machine.ROUNDS:
+            return super().deliver(message, sender, now)
+        self._news.tell_of_strangers()
+        useful = self.rounds.receive(message.body, sender, now)
+        if useful and kind.is_bulk:
+            self.catchup.is_busy(sender, now)
+        return useful
 
     def _look(self, now: float) -> None:
         beat_at = self.membership.get_timer()

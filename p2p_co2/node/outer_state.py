@@ -67,7 +67,7 @@ class Offers:
             self._do.spawn(self._ledger.abort(fragment, self._opened.pop(fragment)))
 
 
-class OuterState:
+class LedgerCalls:
     """Carries to the ``ledger`` what ``rounds`` and catching up brought; calls for one fragment are answered
     in their order."""
 

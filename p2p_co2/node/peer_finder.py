@@ -19,16 +19,15 @@ from p2p_co2.node.state import Effects
 from p2p_co2.node.status import StatusWriter
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
 from p2p_co2.wire.messages_pb2 import PeerRecord, Status
 
-LOOK_S = 1.0
-"""Between two searches of a peer that has just come."""
 FIND_PEERS_S = 10.0
 """Between two searches of others."""
 QUICK_FINDS = 10
-"""So many searches makes one that has just come."""
+"""So many searches makes one that has just come, one in each heartbeat."""
 FEW_PEERS = 4
 """Among at most so many peers, all heard, none is rarer; a coming or going counts as among few again."""
 RARELY_TIMES = 6.0
@@ -114,7 +113,7 @@ class PeerFinder:
             if is_due and self._environment.is_first:
                 await self._greet_seeds()
             calm_s = 2 * FIND_PEERS_S if quiet_s else FIND_PEERS_S  # in the quiet newcomers find us
-            await asyncio.sleep(LOOK_S if finds < QUICK_FINDS else calm_s)
+            await asyncio.sleep(HEARTBEAT_S if finds < QUICK_FINDS else calm_s)
 
     async def _look(self) -> None:
         errors = list[str]()
@@ -194,7 +193,7 @@ class PositionWriter:
         while True:
             self.look_whether_alone()
             await self._say(is_last=False)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(HEARTBEAT_S)
 
     def look_whether_alone(self) -> None:
         """Warn once who has trained for long without anybody else."""

@@ -19,7 +19,7 @@ import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.errors import LocalProtocolError
 from p2p_co2.node.environment import Environment
 from p2p_co2.node.shell import Shell
 from p2p_co2.protocol.membership import Joined, Membership, positions
@@ -29,38 +29,12 @@ from p2p_co2.wire.envelope import Opened
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.kinds import Machine, kind_of
-from p2p_co2.wire.messages_pb2 import PeerRecord, Ping, Status
+from p2p_co2.wire.messages_pb2 import PeerRecord, Status
 
 Result = Callable[[Pipeline, float], None]
 """What has come of a piece of work, told to the machine at this time."""
 Listed = Callable[[int], Sequence[PeerRecord]]
 """Records of the other peers of a stage, as the DHT listed them last."""
-FED_CAPS = 2.0
-"""At its end a peer waits so many times the longest time of a gradient for one more microbatch. A training
-thread that hangs says for ever that it trains."""
-
-
-@dataclass(frozen=True)
-class PipelineInbox:
-    """Gives each message to its machine. ``status``: what this peer says of itself now."""
-
-    membership: Membership
-    pipeline: Pipeline
-    status: Callable[[], Status]
-
-    def take(self, message: Opened, sender: PeerId, now: float) -> bool:
-        """False for bulk that nobody waited for. Raises ``RemoteProtocolError``."""
-        kind = message.kind
-        body = message.body
-        if kind.machine is Machine.PIPELINE:
-            return self.pipeline.receive(body, sender, now)
-        if kind.machine is not Machine.MEMBERSHIP:
-            raise RemoteProtocolError("wrong group", f"a {kind.name} between stages")
-        if isinstance(body, Ping) and body.nonce:
-            self.membership.status = self.status()
-        said = message.said
-        self.membership.receive(body, sender, now, said)
-        return True
 
 
 class BesideStages:
@@ -129,11 +103,12 @@ class PipelineNode(Shell):
         self.machine = Pipeline(place, sizes)
         membership = Membership(place.me)
         self.beside = BesideStages(place, membership, listed)
-        inbox = PipelineInbox(membership, self.machine, self._own_status)
-        self.serve(membership, (membership, self.machine), inbox)
-        self._fed_s = FED_CAPS * sizes.cap_s
+        self.serve(membership, (membership, self.machine), self._own_status)
+        self._fed_s = 2 * sizes.cap_s
+        """How long it waits at its end for one more microbatch: a training thread that hangs says for ever
+        that it trains."""
         self._stays_until = math.inf
-        """How long it waits at its end for one more microbatch; infinity while it goes on."""
+        """When it begins nothing more; infinity while it goes on."""
         self._told_at = self.now()
         self._drawn: object = None
 
@@ -186,6 +161,11 @@ class PipelineNode(Shell):
 
     def has_worked(self, peer: PeerId) -> bool:
         return peer in self.membership.live
+
+    def deliver(self, message: Opened, sender: PeerId, now: float) -> bool:
+        if message.kind.machine is not Machine.PIPELINE:
+            return super().deliver(message, sender, now)
+        return self.machine.receive(message.body, sender, now)
 
     def pump(self, timers: bool = True) -> None:
         """As ``Shell.pump``; time, and the phases of others, may have ended what this peer waits for."""

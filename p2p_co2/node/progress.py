@@ -22,27 +22,24 @@ from enum import Enum, auto
 
 from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.state import PeerState
-from p2p_co2.node.status import StatusWriter, Times, view_of
+from p2p_co2.node.status import REFRESH_S, StatusWriter, Times, view_of
 from p2p_co2.protocol.catchup import policy
 from p2p_co2.protocol.membership import Membership, PeerInfo, positions
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.messages_pb2 import Status
 
-CONCLUDED_EVERY_S = 0.25
-"""Between two conclusions that wait for others, at least: among many there is always news."""
 CONCLUDED_PEERS_PER_S = 200.0
-"""After news it is concluded as many times a second, divided by the peers: at a run's end all stand still."""
+"""After news it is concluded as many times a second, divided by the peers: at a run's end all stand still.
+One that waits for others concludes every ``REFRESH_S``: among many there is always news."""
 BORNE_OUT_SHARE = 1.25
 """Others are believed to be at so many times this peer's version at most: rounds pass without a commit."""
 BORNE_OUT_ROUNDS = 8.0
 """And so many rounds further. What is beyond counts as the same moment of an earlier round."""
 LISTENED_S = 12.0
-"""A peer that came when the run was over takes the first that it hears for all only after this. So long
-``trainer.connection`` listens to those that are listed."""
+"""A peer that came when the run was over takes the first that it hears for all only after this. So long a
+peer that joins listens if the DHT lists others, who may only be slow to answer."""
 LACKS = "the run is over, and this peer leaves without what others hold"
 """What such a peer says begins so."""
-LACKS_NAMED = 4
-"""It names so many fragments."""
 
 
 class Where(Enum):
@@ -159,7 +156,7 @@ class SwarmProgress:
         late = [f"fragment {f}: version {mine} of {new}" for f, mine, new in self._agreement.lacking()]
         if not late:
             return ""
-        named = ", ".join(late[:LACKS_NAMED]) + (", ..." if late[LACKS_NAMED:] else "")
+        named = ", ".join(late[:4]) + (", ..." if late[4:] else "")
         return f"{LACKS} ({named}), and waits for it no longer; on slow lines see `p2p-co2 plan`"
 
     def conclude_at(self) -> float:
@@ -168,7 +165,7 @@ class SwarmProgress:
         if self._state.local.phase == Status.TRAINING or self._seen() == self._concluded_of:
             return math.inf
         soon_s = len(self._membership.live) / CONCLUDED_PEERS_PER_S
-        return self._concluded_at + (CONCLUDED_EVERY_S if self._concluded_of is None else soon_s)
+        return self._concluded_at + (REFRESH_S if self._concluded_of is None else soon_s)
 
     def _seen(self) -> tuple[object, ...]:
         """What a conclusion rests on. An offer of ours that ends may be the last thing that happens."""

@@ -42,8 +42,6 @@ FIND_S = 5.0
 """Between two looks for peers, and before a lost network is opened again."""
 MAX_AT_ONCE = 32
 """Questions in flight."""
-LAST_WORDS_S = 3.0
-"""A peer that leaves waits at most this long for observers to fetch its last events."""
 
 
 class ReportService:
@@ -81,8 +79,8 @@ class ReportService:
         self._measuring.append(asyncio.create_task(self._measure(shell), name="measure links"))
 
     async def say_last_words(self) -> None:
-        """Let observers that are here fetch the newest events, at most ``LAST_WORDS_S``."""
-        ends_at = time.monotonic() + LAST_WORDS_S
+        """Let observers that are here fetch the newest events, for three heartbeats at most."""
+        ends_at = time.monotonic() + 3 * HEARTBEAT_S
         while self._measuring and time.monotonic() < ends_at:
             if self._responder.told_everybody(time.monotonic()):
                 return

@@ -1,11 +1,11 @@
 """What comes in: each message to the machine that the table names, refusals counted, senders held back.
 
-``Router`` is the carriers' ``OnMessage`` and ``OnRefused`` for one group. ``Inbox`` gives a message that was
-opened to its machine. ``Quotas`` says how fast each sender is read. Each has an allowance in units that
-refills with time. A control message costs a unit and more by its size; bulk that is waited for nothing, other
-bulk by its bytes. Refused messages cost more, offences that no honest peer commits most. A sender that has
-used up its allowance is read more slowly; one that goes on pressing is shut out, for longer each time. So is
-one that trickles: such a link holds a place for a minute.
+``Router`` is the carriers' ``OnMessage`` and ``OnRefused`` for one group. ``Quotas`` says how fast each
+sender is read. Each has an allowance in units that refills with time. A control message costs a unit and more
+by its size; bulk that is waited for nothing, other bulk by its bytes. Refused messages cost more, offences
+that no honest peer commits most. A sender that has used up its allowance is read more slowly; one that goes
+on pressing is shut out, for longer each time. So is one that trickles: such a link holds a place for a
+minute.
 
 Laws: whatever a peer sends is at worst counted against it. It is read more slowly, and at last not heard any
 more. A message of another group is held against nobody but by its bytes: its sender has moved. An honest peer
@@ -22,20 +22,16 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from p2p_co2.errors import Blame, RemoteProtocolError, blame_of
+from p2p_co2.errors import Blame, Offence, RemoteProtocolError, blame_of
 from p2p_co2.node.meter import Pace
 from p2p_co2.node.state import Effects
-from p2p_co2.protocol.catchup.machine import CatchUp
-from p2p_co2.protocol.membership import Membership
-from p2p_co2.protocol.rounds import Rounds
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.envelope import OTHER_GROUP, Opened, opened
+from p2p_co2.wire.envelope import Opened, opened
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.kinds import Cost, Kind, Machine
+from p2p_co2.wire.kinds import Cost, Kind
 from p2p_co2.wire.limits import MAX_PEERS
-from p2p_co2.wire.messages_pb2 import Chunk, Leave, ModelTable, Ping, Ready, Status
+from p2p_co2.wire.messages_pb2 import Chunk
 
 ALLOWANCE = 2000.0
 REFILL_PER_S = 200.0
@@ -44,16 +40,13 @@ USELESS_UNITS = 0.25
 USELESS_BYTES_PER_UNIT = 256 << 10
 ASKED_UNITS = 0.1
 """For asking for a chunk."""
-OVERASKED_UNITS = 4.0
-"""For one that found the asker's queue here full of what it does not take."""
 REFUSED_UNITS = 4.0
+"""For a message, or a question whose answer found the asker's queue full of what it does not take."""
 GRAVE_UNITS = 20.0
 USELESS_PAYLOAD_UNITS = 1000.0
 """For a payload that was waited for and computed with, and was no use: it has cost a microbatch."""
 LINK_UNITS = 100.0
 """For a link that was turned away, or broke the rules of links."""
-TOO_SLOW = "too slow"
-"""Reason of the carriers for a link that brought no whole message in ``MESSAGE_TIMEOUT_S``."""
 PATIENCE_S = 10.0
 """Waiting that a sender may cause itself."""
 FORGIVING = 0.1
@@ -62,13 +55,12 @@ SHUT_OUT_S = 60.0
 """A sender is shut out for this long, doubled each time."""
 DOUBLED_AT_MOST = 6
 """Times: to an hour."""
-MAX_SENDERS = MAX_PEERS
 MAX_REFUSALS_KEPT = 4096
 """Kinds of refusal by sender that are counted one by one; the rest is counted under ``OTHERS``."""
 OTHERS = "(others)"
 REFUSALS_REPORTED = 10
 """Refusals of one kind from one peer that are told one by one; after that only each power of two."""
-_SAID = frozenset({"shut out", "too many messages"})
+_SAID = frozenset({Offence.SHUT_OUT, Offence.TOO_MANY_MESSAGES})
 """Reasons for which we dropped a link ourselves."""
 
 
@@ -105,15 +97,15 @@ class Quotas:
         self._senders: OrderedDict[PeerId, _Sender] = OrderedDict()
 
     def check(self, sender: PeerId, now: float) -> None:
-        """Raise ``RemoteProtocolError("shut out")`` for one that is not heard."""
+        """Raise ``Offence.SHUT_OUT`` for one that is not heard."""
         known = self._senders.get(sender)
         if known is not None and known.shut_out_until > now:
-            raise RemoteProtocolError("shut out", f"for {known.shut_out_until - now:.0f} s more")
+            raise RemoteProtocolError(Offence.SHUT_OUT, f"for {known.shut_out_until - now:.0f} s more")
 
     def charge(self, sender: PeerId, units: float, now: float) -> float:
         """Take ``units`` off the sender's allowance; seconds to wait before it is read on.
 
-        Raises ``RemoteProtocolError("too many messages")`` when it is shut out by this.
+        Raises ``Offence.TOO_MANY_MESSAGES`` when it is shut out by this.
         """
         known = self._known(sender)
         now = max(now, known.at)  # groups have clocks of their own, a little apart: no time passes twice
@@ -128,15 +120,15 @@ class Quotas:
             known.pressed_s += units / REFILL_PER_S
         if known.pressed_s <= PATIENCE_S:
             return wait_s
-        raise self._shut_out(known, now, "too many messages")
+        raise self._shut_out(known, now, Offence.TOO_MANY_MESSAGES)
 
     def charge_link(self, sender: PeerId, reason: str, now: float) -> None:
         """A link of ``sender`` was dropped or turned away for ``reason``.
 
-        Raises ``RemoteProtocolError("too many messages")`` or ``("too slow")`` when it is shut out by this.
+        Raises ``Offence.TOO_MANY_MESSAGES`` or ``TOO_SLOW`` when it is shut out by this.
         """
-        if reason == TOO_SLOW:
-            raise self._shut_out(self._known(sender), now, TOO_SLOW)
+        if reason == Offence.TOO_SLOW:
+            raise self._shut_out(self._known(sender), now, Offence.TOO_SLOW)
         self.charge(sender, LINK_UNITS, now)
 
     def read(self, size_bytes: int, now: float) -> float:
@@ -147,9 +139,9 @@ class Quotas:
 
     def held(self) -> dict[str, tuple[int, int]]:
         """What strangers can make grow: (now, at most) by the name of the bound."""
-        return {"MAX_SENDERS": (len(self._senders), MAX_SENDERS)}
+        return {"MAX_PEERS": (len(self._senders), MAX_PEERS)}
 
-    def _shut_out(self, known: _Sender, now: float, reason: str) -> RemoteProtocolError:
+    def _shut_out(self, known: _Sender, now: float, reason: Offence) -> RemoteProtocolError:
         shut_out_s = SHUT_OUT_S * 2 ** min(known.times, DOUBLED_AT_MOST)
         known.times = known.times + 1
         known.shut_out_until = now + shut_out_s
@@ -158,67 +150,30 @@ class Quotas:
         return RemoteProtocolError(reason, f"shut out for {shut_out_s:.0f} s more")
 
     def _known(self, sender: PeerId) -> _Sender:
-        if sender not in self._senders and len(self._senders) >= MAX_SENDERS:
+        if sender not in self._senders and len(self._senders) >= MAX_PEERS:
             self._senders.popitem(last=False)
         known = self._senders.setdefault(sender, _Sender())
         self._senders.move_to_end(sender)
         return known
 
 
-@dataclass(frozen=True)
-class Inbox:
-    """Gives each message to its machine. ``status``: what this peer says of itself now; ``know_all``: lets
-    the rounds machine hear of all that came and went."""
-
-    membership: Membership
-    rounds: Rounds
-    catchup: CatchUp
-    status: Callable[[], Status]
-    know_all: Callable[[], None]
-
-    def take(self, message: Opened, sender: PeerId, now: float) -> bool:
-        """False for bulk that nobody waited for. Raises ``RemoteProtocolError``."""
-        kind = message.kind
-        body = message.body
-        if kind.machine is Machine.ROUNDS:
-            self.know_all()
-            useful = self.rounds.receive(body, sender, now)
-            if useful and kind.is_bulk:
-                self.catchup.is_busy(sender, now)
-            if kind.type is Ready:
-                self.catchup.donor.history.shrink()  # its sender has the mean of the round before
-            return useful
-        if kind.machine is Machine.PIPELINE:
-            raise RemoteProtocolError("wrong group", f"a {kind.name} between the replicas of one stage")
-        if kind.machine is Machine.CATCHUP:
-            self.catchup.receive(body, sender, now)
-        elif isinstance(body, Leave | ModelTable):
-            self.membership.receive(body, sender, now)
-        else:
-            if isinstance(body, Ping) and body.nonce:
-                self.membership.status = self.status()  # a pong says where we are, not were
-            self.membership.receive(body, sender, now, message.said)
-        return True
-
-
-class Takes(Protocol):
-    """Whatever gives messages to machines; as ``Inbox.take``."""
-
-    def take(self, message: Opened, sender: PeerId, now: float) -> bool: ...
+Deliver = Callable[[Opened, PeerId, float], bool]
+"""(message, sender, now): gives it to its machine. False for bulk that nobody waited for. Raises
+``RemoteProtocolError``."""
 
 
 class Router:
-    """``group``: the digest of the node's group. ``quotas``: of the process. ``shut_out``: hears of (peer,
-    why), which is not heard any more. ``failed``: hears of a bug of ours. ``open_``: ``envelope.opened``, or
-    the same with a memory."""
+    """``group``: the digest of the node's group. ``deliver``: hears of each message. ``quotas``: of the
+    process. ``shut_out``: hears of (peer, why), which is not heard any more. ``failed``: hears of a bug of
+    ours. ``open_``: ``envelope.opened``, or the same with a memory."""
 
     def __init__(
-        self, group: bytes, inbox: Takes, effects: Effects, shut_out: Callable[[PeerId, str], None],
+        self, group: bytes, deliver: Deliver, effects: Effects, shut_out: Callable[[PeerId, str], None],
         failed: Callable[[Exception], None], quotas: Quotas,
         open_: Callable[[bytes, bytes], Opened] = opened,
     ) -> None:  # fmt: skip
         self._group = group
-        self._inbox = inbox
+        self._deliver = deliver
         self._do = effects
         self._open = open_
         self._shut_out = shut_out
@@ -258,12 +213,12 @@ class Router:
         try:
             message = self._open(data, self._group)
             kind = message.kind
-            useful = self._inbox.take(message, sender, now)
+            useful = self._deliver(message, sender, now)
             if kind.type is Chunk:
                 useful = self._was_asked(sender)
             wait_s, units = self._cost(message, size_bytes, useful, wait_s)
         except RemoteProtocolError as error:
-            if error.reason == OTHER_GROUP:
+            if error.reason == Offence.OTHER_GROUP:
                 units = useless_units(size_bytes)
             else:
                 self.refuse(sender, error.reason, error.detail, kind)
@@ -273,7 +228,7 @@ class Router:
             return 0.0
         self._do.pump(kind is None or not kind.is_quiet)
         if self._overasked:
-            units += OVERASKED_UNITS * self._overasked.pop(sender, 0)
+            units += REFUSED_UNITS * self._overasked.pop(sender, 0)
         try:
             return max(wait_s, self._quotas.charge(sender, units, now))
         except RemoteProtocolError as error:
@@ -295,7 +250,7 @@ class Router:
         try:
             charge(self._do.now())
         except RemoteProtocolError as out:
-            self.refuse(peer, "shut out", out.detail)
+            self.refuse(peer, Offence.SHUT_OUT, out.detail)
             self._shut_out(peer, str(out))
 
     def refuse(self, peer: str, reason: str, detail: str, kind: Kind | None = None) -> None:

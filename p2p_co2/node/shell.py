@@ -24,20 +24,20 @@ from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
-from p2p_co2.errors import LocalProtocolError
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.net.transport.base import refused_for_s
 from p2p_co2.node.environment import Environment, Links
 from p2p_co2.node.links import LinkObserver, piece_of
-from p2p_co2.node.router import Router, Takes
+from p2p_co2.node.router import Router
 from p2p_co2.node.state import Effects
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.system.clock import ProcessClock
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.envelope import Unsent, head_of, unsent
+from p2p_co2.wire.envelope import Opened, Unsent, head_of, unsent
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.kinds import Machine, kind_of
-from p2p_co2.wire.messages_pb2 import Fetch
+from p2p_co2.wire.messages_pb2 import Fetch, Ping, Status
 
 EVENTS_AT_ONCE = 1000
 """Rounds of events that follow from one another; a machine that always has another has a bug."""
@@ -130,20 +130,27 @@ class Shell:
         self._report_event = report
         process_clock = ProcessClock(self.clock.monotonic, self.clock.unix())
         self.now = process_clock.now
-        self.do = Effects(self.now, self.report, self.life.spawn, self.refuse, self.pump)
+
+        def refuse(peer: str, reason: str, detail: str) -> None:
+            self.router.refuse(peer, reason, detail)  # which ``serve`` makes
+
+        self.do = Effects(self.now, self.report, self.life.spawn, refuse, self.pump)
         self._alarm = Alarm(process_clock)
         self._envelope_head = head_of(environment.group)
         self._links: Links | None = None
         self._pumped = -1, -1
         """The revisions of membership and the other machines at the end of the last ``pump``."""
 
-    def serve(self, membership: Membership, machines: Sequence[Speaker], inbox: Takes) -> None:
-        """``machines``: all that send, membership first; ``inbox`` gives each message to its machine."""
+    def serve(
+        self, membership: Membership, machines: Sequence[Speaker], status: Callable[[], Status]
+    ) -> None:
+        """``machines``: all that send, membership first; ``status``: what this peer says of itself now."""
         environment = self.environment
         self.membership = membership
         self._machines = machines
+        self._current_status = status
         self.router = Router(
-            environment.group, inbox, self.do, self.shut_out, self.life.crash, environment.quotas,
+            environment.group, self.deliver, self.do, self.shut_out, self.life.crash, environment.quotas,
             environment.open_message,
         )  # fmt: skip
 
@@ -278,9 +285,14 @@ class Shell:
 
     # ---- links, and what comes in
 
-    def refuse(self, peer: str, reason: str, detail: str) -> None:
-        """Count a broken rule against ``peer``."""
-        self.router.refuse(peer, reason, detail)
+    def deliver(self, message: Opened, sender: PeerId, now: float) -> bool:
+        """As ``router.Deliver``; a group takes what its own machines know."""
+        if message.kind.machine is not Machine.MEMBERSHIP:
+            raise RemoteProtocolError("wrong group", f"a {message.kind.name}")
+        if isinstance(message.body, Ping) and message.body.nonce:
+            self.membership.status = self._current_status()  # a pong says where we are, not were
+        self.membership.receive(message.body, sender, now, message.said)
+        return True
 
     def shut_out(self, peer: PeerId, why: str) -> None:
         """``peer`` is not heard any more: it is no member either."""

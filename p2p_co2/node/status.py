@@ -10,6 +10,7 @@ from functools import lru_cache
 from p2p_co2.node.state import PeerState, works
 from p2p_co2.protocol.membership import NEWS_GATHERED_S, Membership, PeerInfo
 from p2p_co2.protocol.rounds import PeerView, Rounds
+from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Status
@@ -18,10 +19,9 @@ from p2p_co2.wire.status import finished_bits
 
 REFRESH_S = 0.25
 """The machines hear of statuses at most this often, but for changes of their own making."""
-SLOWEST_REFRESH_S = 1.0
-"""Among many they hear more rarely, down to this."""
 REFRESHED_PEERS_PER_S = 64.0
-"""So many peers' statuses are told a second."""
+"""So many peers' statuses are told a second: among many the machines hear more rarely, down to once in a
+heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -214,4 +214,4 @@ class SwarmNews:
         state.over = frozenset(f for f in range(len(state.agreed)) if self._rounds.is_over(f))
 
     def _every_s(self) -> float:
-        return min(SLOWEST_REFRESH_S, len(self._membership.live) / REFRESHED_PEERS_PER_S)
+        return min(HEARTBEAT_S, len(self._membership.live) / REFRESHED_PEERS_PER_S)

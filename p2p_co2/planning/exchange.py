@@ -30,7 +30,7 @@ TENSOR_BYTES_PER_S = 270e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class LinkFigures:
     """One peer's way to the others. ``loss``: share of packets."""
 
     up_bytes_per_s: float
@@ -39,9 +39,9 @@ class Link:
     loss: float = 0.0
 
 
-def link_of(profile: LinkProfile) -> Link:
+def link_of(profile: LinkProfile) -> LinkFigures:
     """The link of a named profile, between two peers of it."""
-    return Link(
+    return LinkFigures(
         up_bytes_per_s=profile.up_bits_per_s / 8,
         down_bytes_per_s=profile.down_bits_per_s / 8,
         round_trip_s=2 * profile.latency_ms / 1e3,
@@ -76,7 +76,7 @@ class RoundTime:
         return self.gather_s + self.latency_s + self.transfer_s + self.compute_s
 
 
-def floor_s(payload_bytes: float, links: Sequence[Link]) -> float:
+def floor_s(payload_bytes: float, links: Sequence[LinkFigures]) -> float:
     """The least time for one exchange: of the direction of a link that takes longest for what it has to
     carry. With equal links that is ``2 (1 - 1/M) payload / bandwidth``; 0 for one peer."""
     if len(links) < 2:
@@ -89,7 +89,7 @@ def floor_s(payload_bytes: float, links: Sequence[Link]) -> float:
     return max(found)
 
 
-def round_time(payload_bytes: int, values: int, step_s: float, links: Sequence[Link]) -> RoundTime:
+def round_time(payload_bytes: int, values: int, step_s: float, links: Sequence[LinkFigures]) -> RoundTime:
     """The round of a fragment of ``values`` values and ``payload_bytes`` encoded, among peers with these
     links (one each) and inner steps of ``step_s``."""
     from p2p_co2.protocol.rounds.parts import parts_each
@@ -126,7 +126,7 @@ def round_time(payload_bytes: int, values: int, step_s: float, links: Sequence[L
 
 
 def _phase(
-    payload: float, share: float, link: Link, peers: int, control: float, which: int
+    payload: float, share: float, link: LinkFigures, peers: int, control: float, which: int
 ) -> tuple[float, float, str]:
     """(seconds, bytes per second, what limits) of one peer in the slices' phase (0) or the means' (1)."""
     slices_out, slices_in, means_out, means_in = sent_and_received(payload, share, peers)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from p2p_co2.codec_specs import COARSE_BITS, SPECS
 from p2p_co2.config import ApplyRule, RunConfig
-from p2p_co2.planning.exchange import Flow, Link, RoundTime, flow, round_time
+from p2p_co2.planning.exchange import Flow, LinkFigures, RoundTime, flow, round_time
 from p2p_co2.planning.traffic import heartbeat_bytes_per_s, round_control_bytes
 from p2p_co2.protocol.catchup.history import LARGE_SHARE
 from p2p_co2.protocol.rounds.bounds import GATHER_CAP_S, parts_cap_s, round_cap_s
@@ -48,7 +48,7 @@ class Setting:
     round_s: float
     rounds: int
     step_s: float
-    links: tuple[Link, ...]
+    links: tuple[LinkFigures, ...]
     tokens_per_step: int = 0
     blocking_rounds: int = 0
     sync_delay_steps: int = 0
@@ -101,7 +101,7 @@ class Forecast:
 
 
 def setting_of(
-    run: RunConfig, fragments: Sequence[int], step_s: float, links: Sequence[Link], *,
+    run: RunConfig, fragments: Sequence[int], step_s: float, links: Sequence[LinkFigures], *,
     tokens_per_step: int = 0, train_bytes: float = 0.0, on_gpu: bool = False,
 ) -> Setting:  # fmt: skip
     """The setting of a run file. Of more peers than ``group_size`` allows it takes the slowest uploads: a

@@ -22,7 +22,7 @@ _HALVINGS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class MachineMemory:
     """What a peer's machine has, bytes; 0: not known. ``gpu_bytes``: None where it trains on the CPU.
     ``how``: where the figures come from, in words; ``is_given``: by whoever plans, and not those of this
     machine, which may be none of the peers'."""
@@ -42,13 +42,13 @@ class MemoryPlan:
 
     host_bytes: float
     gpu_bytes: float
-    room: Room
+    room: MachineMemory
     largest_parameters: int
     limited_by: str
     troubles: tuple[str, ...]
 
 
-def plan_memory(setting: Setting, shown: Forecast, room: Room) -> MemoryPlan:
+def plan_memory(setting: Setting, shown: Forecast, room: MachineMemory) -> MemoryPlan:
     """Lay the forecast ``shown`` of ``setting`` beside what a machine has."""
     needed = {"host memory": shown.memory_bytes, "GPU memory": shown.gpu_bytes}
     there = {"host memory": room.host_bytes, "GPU memory": room.gpu_bytes or 0.0}

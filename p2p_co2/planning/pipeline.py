@@ -29,20 +29,12 @@ class StageCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageLoad:
-    """What one microbatch costs in one stage.
+class StageLoad(StageCost):
+    """With what is encoded. ``ahead_bytes``: what it sends to the next stage, 0 at the last; ``back_bytes``:
+    to the one before, 0 at the first. The last stage computes forward and backward at once."""
 
-    ``forward_s``, ``backward_s``: of computing on a machine of speed 1; the last stage does both at once.
-    ``ahead_bytes``: what it sends to the next stage, 0 at the last; ``back_bytes``: to the one before, 0 at
-    the first. ``parameters``: of the stage. ``entry_bytes``: held between forward and backward.
-    """
-
-    forward_s: float
-    backward_s: float
     ahead_bytes: int = 0
     back_bytes: int = 0
-    parameters: int = 0
-    entry_bytes: int = 0
 
     @property
     def compute_s(self) -> float:
@@ -54,12 +46,9 @@ def loads_of(costs: Sequence[StageCost], forward: str, backward: str) -> tuple[S
     before = [0, *(cost.values for cost in costs)]
     return tuple(
         StageLoad(
-            forward_s=cost.forward_s,
-            backward_s=cost.backward_s,
+            **vars(cost),
             ahead_bytes=SPECS[forward].payload_bytes(cost.values) + cost.side_bytes if cost.values else 0,
             back_bytes=SPECS[backward].payload_bytes(came) if came else 0,
-            parameters=cost.parameters,
-            entry_bytes=cost.entry_bytes,
         )
         for cost, came in zip(costs, before, strict=False)
     )

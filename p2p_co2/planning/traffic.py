@@ -13,12 +13,25 @@ from p2p_co2.wire.limits import MAX_PIECE_BYTES
 
 LINK_OVERHEAD = 1.04
 """Bytes on the link per byte of messages: 40 of TCP and IP in 1,500, TLS 22 in 16,384, HTTP/2 9 in 16,384."""
-FIXED_BYTES, MEMBER_BYTES, PART_BYTES, CONTRIBUTOR_BYTES, PIECE_BYTES, VOTE_BYTES = 278, 78, 62, 65, 156, 161
-"""Messages of a round: in all, for each member, for each part, for each contributor to a part, the heads of a
-slice and a mean for each piece, and a vote, which all send to all. Measured on the schema's messages; a test
-holds them against real rounds."""
-STATUS_BYTES, STATUS_FRAGMENT_BYTES, PONG_BYTES = 122, 36, 9
-"""A ping with its status: in all and for each fragment; what a pong has more."""
+FIXED_BYTES = 278
+"""Of the messages of a round in all. These sizes were measured on the schema's messages; a test holds them
+against real rounds."""
+MEMBER_BYTES = 78
+"""More for each member."""
+PART_BYTES = 62
+"""More for each part."""
+CONTRIBUTOR_BYTES = 65
+"""More for each contributor to a part."""
+PIECE_BYTES = 156
+"""The heads of a slice and of a mean, for each piece."""
+VOTE_BYTES = 161
+"""A vote, which all send to all."""
+STATUS_BYTES = 122
+"""A ping with its status."""
+STATUS_FRAGMENT_BYTES = 36
+"""More for each fragment."""
+PONG_BYTES = 9
+"""What a pong has more."""
 
 
 def shares_of(uploads_bytes_per_s: Sequence[float]) -> list[float]:

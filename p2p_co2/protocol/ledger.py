@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.protocol.rounds.certificate import Derived, counted_weights
 from p2p_co2.protocol.rounds.events import Likeness
-from p2p_co2.system.memory import Buffer, Joined
+from p2p_co2.system.memory import Buffer, JoinedBuffers
 from p2p_co2.wire.messages_pb2 import Outcome
 
 LATEST_BASE = 2
@@ -108,7 +108,7 @@ class Exported(NamedTuple):
     """A state, serialised, and the digests of its chunks, in order."""
 
     agreed: AgreedVersion
-    data: bytes | Joined
+    data: bytes | JoinedBuffers
     chunk_digests: list[bytes]
 
 

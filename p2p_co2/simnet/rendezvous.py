@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import TransportError
-from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
-from p2p_co2.node.network import RECORD_LIFETIME_S
+from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S, Carrier, OnMessage, OnRefused
 from p2p_co2.simnet.internet import KNOCK_EVERY_S, LOOK_UP_S, Endpoint, Internet
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -91,11 +90,11 @@ class Doorway:
         self._endpoint.on_message = on_message
 
     async def publish_self(self, somebody_unmet: bool = False) -> None:
-        if self._endpoint.loop.time() - self._published_at < RECORD_LIFETIME_S / 3:
+        if self._endpoint.loop.time() - self._published_at < MESSAGE_TIMEOUT_S / 3:
             return
         await self._lookup(self._rendezvous.answers, "the DHT did not take a record")
         record = PeerRecord(peer=self.identity.peer_id, run=self.run.digest(), software=self.software)
-        self._rendezvous.publish(record, RECORD_LIFETIME_S)
+        self._rendezvous.publish(record, MESSAGE_TIMEOUT_S)
         self._published_at = self._endpoint.loop.time()
 
     async def find_peers(self) -> list[PeerRecord]:

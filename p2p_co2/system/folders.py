@@ -21,8 +21,6 @@ from p2p_co2.errors import EnvironmentFault
 from p2p_co2.system.process import VARIABLES, claim, is_kept
 
 FOLDER_VARIABLE = VARIABLES + "FOLDER"
-OLD_PEER, OLD_SEED = Path("runs/peer"), Path("runs/seed")
-"""Where version 0.1 kept them, below the folder in which it was started."""
 
 
 def data_home() -> Path:
@@ -36,25 +34,20 @@ def data_home() -> Path:
         raise EnvironmentFault("this user has no home folder; name a folder with --folder") from None
 
 
-def peer_folder(run: bytes, old: Path | None = None) -> Path:
+def peer_folder(run: bytes) -> Path:
     """For a peer of the run with this digest (32 bytes), locked for this process. The ``FolderLock`` that it
-    makes later takes the lock over.
-
-    ``old``: a folder that is preferred while nobody has it. Raises ``EnvironmentFault``.
-    """
+    makes later takes the lock over. Raises ``EnvironmentFault``."""
     if named := os.environ.get(FOLDER_VARIABLE):
         return Path(named).expanduser()
-    if old is not None and _is_claimed(old):
-        return old
     return _first_free(_of_run(run), "peer")
 
 
 def peer_folders() -> list[Path]:
-    """Those of this user's peers, as far as nobody named others: of all runs, and of the old place."""
+    """Those of this user's peers, of all runs, as far as nobody named others."""
     if named := os.environ.get(FOLDER_VARIABLE):
         return [Path(named).expanduser()]
     found = sorted((data_home() / "runs").glob("*/peer*"))
-    return [folder for folder in (*found, OLD_PEER) if (folder / "identity").is_file()]
+    return [folder for folder in found if (folder / "identity").is_file()]
 
 
 def observer_folder(run: bytes, command: str) -> Path:

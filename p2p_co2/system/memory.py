@@ -1,18 +1,14 @@
 """How this process treats large blocks of memory: few page faults, and nothing kept that was never needed.
 
-Fresh pages are what large messages and tensors cost most: a fault takes ten times the copy itself. So
+Fresh pages are what large messages and tensors cost most: a fault takes ten times the copy itself.
 
-- ``large_buffer`` uses its pages again, in a pool that holds no more than was in use at one moment lately. It
-takes 2 MiB pages where there are some. So does torch's allocator where ``p2p_co2`` is imported first; -
-``use_one_arena`` has glibc use one arena for all threads. A message is allocated on one thread and freed on
-another: each would keep an arena of its own largest moment; - ``return_holes`` gives back, once in a while,
-what is free among the arena's blocks.
+    large_buffer(size_bytes)   uses its pages again, in a pool that holds no more than was in use lately
+    use_one_arena()            all threads share glibc's first arena; each would keep its own largest moment
+    return_holes()             gives back, once in a while, what is free among the arena's blocks
 
 Law: a training step takes no more page faults than in a program that has not joined. So glibc's own
-thresholds stand: they rise with the blocks that a step frees, and its tensors find their pages again.
-
-Sources: mallopt(3), malloc_trim(3), madvise(2). Linux with glibc; else only ``large_buffer`` counts. Price:
-threads that allocate at once wait for each other, and a step after ``return_holes`` takes its pages anew."""
+thresholds stand. Linux with glibc; else only ``large_buffer`` counts. Sources: mallopt(3), malloc_trim(3),
+madvise(2)."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ Buffer = bytes | bytearray | memoryview
 """Bytes, wherever they are."""
 
 
-class Joined:
+class JoinedBuffers:
     """Buffers that are read as one, without a copy of the whole: ``len`` and slices (step 1), as bytes."""
 
     def __init__(self, *pieces: Buffer) -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from p2p_co2.config import ClockConfig
 from p2p_co2.errors import ConfigError, RunOver, TransportError
 from p2p_co2.node.node import Node
-from p2p_co2.node.progress import Where
+from p2p_co2.node.progress import LISTENED_S, Where
 from p2p_co2.trainer.session import Participation
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.wire.messages_pb2 import RunPosition
@@ -26,8 +26,6 @@ GATHER_BOUND_S = 120.0
 LISTEN_S = 3.0
 """A peer that hears nobody for this long after its start is the first one. Peers with another model are
 believed after it: their table has come by then, or does not."""
-LISTEN_TO_LISTED = 4
-"""So many times longer if the DHT lists others, who may only be slow to answer."""
 CATCH_UP_BOUND_S = 600.0
 """For the first fragment that a peer without the agreed state is to be given, and for each further one."""
 
@@ -46,7 +44,7 @@ class Arrival:
 
     def has_waited(self, now: float) -> bool:
         """Whether all who are listed had the time to answer."""
-        return now - self._began_at > LISTEN_TO_LISTED * LISTEN_S
+        return now - self._began_at > LISTENED_S
 
     def _has_listened(self, now: float) -> bool:
         is_alone = not self._node.unheard_peers()

@@ -337,7 +337,7 @@ class Session:
 
     def _count_refusal(self, peer: str, reason: str, detail: str) -> None:
         for shell in list(self.shells)[:1]:
-            shell.refuse(peer, reason, detail)
+            shell.router.refuse(peer, reason, detail)
 
 
 class Participation:

@@ -18,18 +18,16 @@ from typing import Any, NamedTuple, TypeVar, cast
 from google.protobuf.message import DecodeError, Message
 
 from p2p_co2.errors import Offence, RemoteProtocolError
-from p2p_co2.system.memory import Buffer, Joined
+from p2p_co2.system.memory import Buffer, JoinedBuffers
 from p2p_co2.wire.kinds import KINDS
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope
 
-Unsent = bytes | Joined
+Unsent = bytes | JoinedBuffers
 """A message that may wait before it is sent: ``bytes(message)`` are its bytes, and nobody may change the data
 that it was given until then."""
 PADDING_BYTES = 4 << 10
 """A message may be so much longer than twice what this version understands of it."""
-OTHER_GROUP = "other group"
-"""Reason of ``opened`` for a message of another group: its sender has moved, and nobody is to blame."""
 
 
 class Opened:
@@ -63,7 +61,7 @@ def opened(data: bytes, group: bytes) -> Opened:
         spoken = f"{envelope.version}, this peer speaks {PROTOCOL_VERSION}"
         raise RemoteProtocolError("unknown version", spoken)
     if envelope.run != group:
-        raise RemoteProtocolError(OTHER_GROUP, envelope.run.hex()[:16])
+        raise RemoteProtocolError(Offence.OTHER_GROUP, envelope.run.hex()[:16])
     message = Opened(envelope, beside)
     if len(data) > message.kind.most_bytes:
         raise RemoteProtocolError(Offence.TOO_LARGE, f"a {message.kind.name} of {len(data)} bytes")
@@ -101,7 +99,7 @@ def unsent(message: Message, head: bytes) -> Unsent:
     for."""
     body = serialised(message)
     pieces = head, _KEYS[message.__class__], varint(sum(map(len, body))), *body
-    return b"".join(pieces) if len(body) == 1 else Joined(*pieces)
+    return b"".join(pieces) if len(body) == 1 else JoinedBuffers(*pieces)
 
 
 # ---- data beside its message

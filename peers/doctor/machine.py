@@ -258,7 +258,7 @@ def parameters_of(run: RunConfig) -> int | None:
 
 def look_at_needs(run: RunConfig, config: PeerConfig, peers: int, link: MeasuredLink) -> Iterator[Finding]:
     """Memory, disk and link against what ``run`` needs among ``peers`` other peers."""
-    from p2p_co2.planning.exchange import Link
+    from p2p_co2.planning.exchange import LinkFigures
     from p2p_co2.planning.forecast import even_fragments, forecast, setting_of
 
     try:
@@ -274,7 +274,7 @@ def look_at_needs(run: RunConfig, config: PeerConfig, peers: int, link: Measured
             advice = "ask the organiser for these: p2p-co2 plan RUN.toml --parameters N --step-s S"
         yield Finding("this run", State.UNKNOWN, f"{whose}: size not known", advice)
         return
-    line = Link(
+    line = LinkFigures(
         up_bytes_per_s=link.up_bytes_per_s or 1.0,
         down_bytes_per_s=link.down_bytes_per_s or 1.0,
         round_trip_s=link.round_trip_s or 0.0,

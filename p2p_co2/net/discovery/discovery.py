@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
+from p2p_co2.config import run_digest
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TicketError, TransportError
 from p2p_co2.net.discovery.records import (
     MANIFEST_CONTEXT,
@@ -29,10 +30,9 @@ from p2p_co2.net.discovery.records import (
     manifest_key,
     peers_keys,
     position_keys,
-    run_digest,
     shard_of,
 )
-from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, OnRefused
+from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S, OnRefused
 from p2p_co2.net.transport.libp2p.control import daemon_call, reach
 from p2p_co2.net.transport.libp2p.daemon import require_daemon
 from p2p_co2.net.transport.libp2p.hivemind import (
@@ -156,16 +156,15 @@ class Discovery:
 
     # ---- peers
 
-    async def publish_self(self, record: PeerRecord, lifetime_s: float) -> None:
-        """Publish where we can be reached; again before ``lifetime_s`` is over. Raises ``TransportError``."""
-        own = PeerRecord()
+    async def publish_self(self, record: PeerRecord) -> None:
+        """Publish where we can be reached; again within ``MESSAGE_TIMEOUT_S``. Fills in whose ``record`` it
+        is, of which run, and its end. Raises ``TransportError``."""
         me = self._identity.peer_id
-        own.CopyFrom(record)
-        own.peer = me
-        own.run = self._run
-        own.expires_at = get_dht_time() + lifetime_s
-        sealed = self._identity.seal(PEER_CONTEXT, own.SerializeToString())
-        await self._store(peers_keys(self._run)[shard_of(me)], me, sealed, own.expires_at)
+        record.peer = me
+        record.run = self._run
+        record.expires_at = get_dht_time() + MESSAGE_TIMEOUT_S
+        sealed = self._identity.seal(PEER_CONTEXT, record.SerializeToString())
+        await self._store(peers_keys(self._run)[shard_of(me)], me, sealed, record.expires_at)
 
     async def find_peers(self, own: bool = False) -> list[PeerRecord]:
         """The checked, unexpired records of all other peers, and this one's ``own``, sorted by peer. Raises
@@ -230,16 +229,14 @@ class Discovery:
 
     async def publish_position(self, said: RunPosition) -> None:
         """Tell those that come later where the run is. The seeds themselves are told: they are there when all
-        peers have left. Raises ``TransportError``."""
-        own = RunPosition()
+        peers have left. Fills in whose word it is, of which run, and when. Raises ``TransportError``."""
         me = self._identity.peer_id
-        own.CopyFrom(said)
-        own.peer = me
-        own.run = self._run
-        own.written_at = get_dht_time()
-        sealed = self._identity.seal(POSITION_CONTEXT, own.SerializeToString())
+        said.peer = me
+        said.run = self._run
+        said.written_at = get_dht_time()
+        sealed = self._identity.seal(POSITION_CONTEXT, said.SerializeToString())
         key = position_keys(self._run)[shard_of(me)]
-        ends_at = own.written_at + MAX_LIFETIME_S
+        ends_at = said.written_at + MAX_LIFETIME_S
         call = self._running().protocol.call_store  # gives None where nobody answers
         entry = [DHTID.generate(source=key)], [MSGPackSerializer.dumps(sealed)], [ends_at], [me]
         async with self._calling("no seed took a record"):
@@ -392,10 +389,9 @@ def _owner(task: asyncio.Task[object]) -> object:
 
 
 def _require_our_protocol(manifest: RunManifest) -> None:
-    spoken = manifest.protocol or 1  # the first version did not write it
-    if spoken != PROTOCOL_VERSION:
+    if manifest.protocol != PROTOCOL_VERSION:
         theirs = "".join(character if character.isprintable() else "?" for character in manifest.software)
         raise TicketError(
-            f"this run speaks version {spoken} of the protocol (p2p-co2 {theirs}), and this p2p-co2 "
-            f"{__version__} speaks {PROTOCOL_VERSION}; install the organiser's version"
+            f"this run speaks version {manifest.protocol} of the protocol (p2p-co2 {theirs}), and this "
+            f"p2p-co2 {__version__} speaks {PROTOCOL_VERSION}; install the organiser's version"
         )

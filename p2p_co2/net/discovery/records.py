@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.config import run_digest
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S, OnRefused
 from p2p_co2.net.transport.libp2p.hivemind import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
 from p2p_co2.wire.identity import PeerId, parsed, unseal
@@ -43,11 +44,6 @@ _PACKED_STRING = frozenset((*range(0xA0, 0xC0), 0xD9, 0xDA))
 """First bytes of a msgpack string of less than 64 KiB."""
 _PACKED_BYTES = frozenset((0xC4, 0xC5))
 """First bytes of a msgpack byte string of less than 64 KiB."""
-
-
-def run_digest(config: bytes) -> bytes:
-    """sha256 that names a run, 32 bytes; the same as ``RunConfig.digest`` of these canonical bytes."""
-    return hashlib.sha256(b"p2p-co2 run\0" + config).digest()
 
 
 def shard_of(peer: PeerId) -> int:
@@ -190,8 +186,8 @@ def _key_id(key: str) -> bytes:
 def _unpack(packed: bytes, heads: frozenset[int]) -> Any:
     """A msgpack string or byte string, and nothing else: other types could carry objects and nesting."""
     if not packed or packed[0] not in heads or len(packed) > 2 * MAX_RECORD_BYTES:
-        raise RemoteProtocolError("unreadable", "not a signed record")
+        raise RemoteProtocolError(Offence.UNREADABLE, "not a signed record")
     try:
         return MSGPackSerializer.loads(packed)
     except ValueError:
-        raise RemoteProtocolError("unreadable", "damaged msgpack") from None
+        raise RemoteProtocolError(Offence.UNREADABLE, "damaged msgpack") from None

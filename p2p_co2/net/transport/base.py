@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
-from p2p_co2.errors import LocalProtocolError, PeerLost, RemoteProtocolError, TransportError
+from p2p_co2.errors import LocalProtocolError, Offence, PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.admission import Admission
 from p2p_co2.net.transport.flow import Acknowledged, Seen
 from p2p_co2.system.clock import within
@@ -278,7 +278,7 @@ class Carrier:
             self.admission.leave(peer, network)
 
 
-async def in_time(read: Awaitable[T], reason: str = "too slow", what: str = "no whole message") -> T:
+async def in_time(read: Awaitable[T], reason: str = Offence.TOO_SLOW, what: str = "no whole message") -> T:
     """What is read of a message. Raises ``RemoteProtocolError`` when it takes too long."""
     try:
         async with within(MESSAGE_TIMEOUT_S):
@@ -290,7 +290,8 @@ async def in_time(read: Awaitable[T], reason: str = "too slow", what: str = "no 
 def check_incoming(length_bytes: int) -> None:
     """Raise ``RemoteProtocolError`` for the length of a message that no peer may send."""
     if not 0 < length_bytes <= MAX_MESSAGE_BYTES:
-        raise RemoteProtocolError("wrong message size", f"{length_bytes} bytes; at most {MAX_MESSAGE_BYTES}")
+        detail = f"{length_bytes} bytes; at most {MAX_MESSAGE_BYTES}"
+        raise RemoteProtocolError(Offence.WRONG_MESSAGE_SIZE, detail)
 
 
 def refused_for_s(cause: str) -> float:

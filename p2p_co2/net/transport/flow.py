@@ -26,8 +26,9 @@ LEAST_BYTES = 32 << 10
 """Room that there always is."""
 MOST_BYTES = 32 << 20
 """Room that there is at most."""
-UNSENT_S = 0.1
-"""A connection may hold unsent what it carries in so long: a core may be busy meanwhile."""
+MOMENT_S = 0.1
+"""A core may be busy for so long. A connection may hold unsent what it carries meanwhile, a pace may catch
+up, and only what is longer is a pause."""
 UNSENT_BYTES = 32 << 10
 """And at least so much."""
 MOST_UNSENT_BYTES = 1 << 20
@@ -130,7 +131,7 @@ class SendBuffer:
         if self._file is None or _socket_at(self._descriptor) != self._file:
             return Seen()  # closed, and its number may be another file's by now
         seen, bytes_per_s = seen_in(_tcp_info(self._descriptor))
-        wanted = min(MOST_UNSENT_BYTES, max(UNSENT_BYTES, int(UNSENT_S * bytes_per_s)))
+        wanted = min(MOST_UNSENT_BYTES, max(UNSENT_BYTES, int(MOMENT_S * bytes_per_s)))
         if not self.bound_bytes / 1.5 < wanted < self.bound_bytes * 1.5:
             self.bound_bytes = wanted
             self._bound()

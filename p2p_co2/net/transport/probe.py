@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from p2p_co2.errors import RemoteProtocolError, TransportError
+from p2p_co2.errors import Offence, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.addresses import address_of, network_of
 from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import hang_up, reach
@@ -120,7 +120,9 @@ class ProbeServer:
         if probe.WhichOneof("what") is None:
             raise RemoteProtocolError("unknown question", "this version does not know the question")
         if probe.send_bytes > MAX_BULK_BYTES:
-            raise RemoteProtocolError("too large", f"{probe.send_bytes} bytes; at most {MAX_BULK_BYTES}")
+            raise RemoteProtocolError(
+                Offence.TOO_LARGE, f"{probe.send_bytes} bytes; at most {MAX_BULK_BYTES}"
+            )
         used_bytes = len(probe.bulk) + probe.send_bytes + DIAL_BYTES * is_dial
         self._allowances.take(_network(asker), used_bytes, time.monotonic())
         if is_dial:

@@ -99,7 +99,6 @@ class SlowLink(Link):
         self._pass_up = pass_up
         self._latency_s = latency_s
         self._under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_UNDER_WAY)
-        self._latest_at = 0.0
         super().__init__(link.peer, lambda _: None)
         self.way = link.way
         self.wait_closed = link.wait_closed  # type: ignore[method-assign]
@@ -113,8 +112,7 @@ class SlowLink(Link):
 
     async def _put(self, data: bytes) -> None:
         await self._pass_up(len(data))
-        self._latest_at = max(self._latest_at, time.monotonic() + self._latency_s(len(data)))
-        await self._under_way.put((self._latest_at, data))
+        await self._under_way.put((time.monotonic() + self._latency_s(len(data)), data))
         if self._watcher.done():
             raise ConnectionError
 

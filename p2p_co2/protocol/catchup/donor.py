@@ -29,7 +29,7 @@ from p2p_co2.protocol.catchup.goals import (
 )
 from p2p_co2.protocol.catchup.history import HISTORY_ROUNDS_KEPT, RoundHistory
 from p2p_co2.protocol.catchup.manifest import chunk_at, make_manifest
-from p2p_co2.system.memory import Buffer, Joined
+from p2p_co2.system.memory import Buffer, JoinedBuffers
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
@@ -52,7 +52,7 @@ class Export:
     """A state that is being given, until ``ends_at`` in any case. ``users``: until when each peer that asked
     counts as loading it; ``is_taken``: whether anybody was sent a chunk."""
 
-    data: bytes | Joined
+    data: bytes | JoinedBuffers
     asked_at: float
     ends_at: float
     manifest: Manifest
@@ -122,8 +122,8 @@ class Donor:
         return sum(len(export.data) for export in list(self.exports.values()))
 
     def exported(
-        self, fragment: int, version: int, data: bytes | Joined, digest: bytes, chunk_digests: list[bytes],
-        now: float,
+        self, fragment: int, version: int, data: bytes | JoinedBuffers, digest: bytes,
+        chunk_digests: list[bytes], now: float,
     ) -> None:  # fmt: skip
         """The answer to ``ExportWanted``; ``chunk_digests`` of ``data``'s chunks, in order."""
         shape = self.shape
@@ -320,7 +320,7 @@ class Donor:
         manifest.request = fetch.request
         self._out.send(peer, manifest)
 
-    def _send_chunk(self, fetch: Fetch, peer: PeerId, data: Buffer | Joined) -> None:
+    def _send_chunk(self, fetch: Fetch, peer: PeerId, data: Buffer | JoinedBuffers) -> None:
         chunk = Chunk(
             request=fetch.request, what=fetch.what, fragment=fetch.fragment, version=fetch.version,
             chunk=fetch.chunk, data=bytes(data[chunk_at(fetch.chunk, len(data), self.shape.chunk_bytes)]),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from p2p_co2.digest import chunk_digests, digest_of_chunks
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.system.memory import Buffer, Joined
+from p2p_co2.system.memory import Buffer, JoinedBuffers
 from p2p_co2.tensors.outer import MOVED_NORMS_KEPT, AgreedState
 
 _MAGIC = b"p2pco2s\x01"
@@ -42,9 +42,9 @@ def state_bytes(state: AgreedState) -> bytes:
     return b"".join((header_bytes(state), _little_endian(state.params), _little_endian(state.momentum)))
 
 
-def state_view(state: AgreedState) -> Joined:
+def state_view(state: AgreedState) -> JoinedBuffers:
     """``state_bytes`` without a copy; it holds the state's tensors, which nobody may change."""
-    return Joined(header_bytes(state), _little_endian(state.params), _little_endian(state.momentum))
+    return JoinedBuffers(header_bytes(state), _little_endian(state.params), _little_endian(state.momentum))
 
 
 def state_chunk_digests(state: AgreedState, chunk_bytes: int) -> list[bytes]:

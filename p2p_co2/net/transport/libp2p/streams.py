@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from p2p_co2.errors import RemoteProtocolError, TransportError
+from p2p_co2.errors import Offence, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S, MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import Stream, daemon_call, hang_up, open_stream, reach
 from p2p_co2.net.transport.libp2p.hivemind import P2P, StreamInfo
@@ -50,7 +50,7 @@ async def read_frame(reader: asyncio.StreamReader, most_bytes: int) -> bytes:
     """One frame. Raises ``RemoteProtocolError`` before it allocates too much."""
     length = int.from_bytes(await reader.readexactly(HEADER_BYTES))
     if not 0 < length <= most_bytes:
-        raise RemoteProtocolError("wrong message size", f"{length} bytes; at most {most_bytes}")
+        raise RemoteProtocolError(Offence.WRONG_MESSAGE_SIZE, f"{length} bytes; at most {most_bytes}")
     return await reader.readexactly(length)
 
 
