@@ -133,9 +133,13 @@ def pytest_runtest_protocol() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """What a test and its fixtures started stands in the file of durations."""
+    """What a test and its fixtures started stands in the file of durations. One that starts several programs
+    of ours is marked: ``make test-quick`` leaves it out."""
     result = yield
     item.user_properties.append(("started", " ".join(_started)))
+    ours = [name for name in _started if name.startswith(("python", "p2p-co2"))]
+    if len(ours) > 1 and item.get_closest_marker("swarm") is None:
+        pytest.fail(f"mark it `swarm`: it starts {' '.join(ours)}", pytrace=False)
     return result
 
 

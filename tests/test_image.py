@@ -13,6 +13,7 @@ from tests.image import Image, Stage, as_list, instructions
 from tests.installed import ENVIRONMENT, ROOT, link_required, source_copy
 from tests.programs import started
 
+pytestmark = pytest.mark.swarm
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "TORCH_INDEX": ""}
 RUN = """
 recipe_options = { layers = 1, width = 32, heads = 2, batch = 2 }

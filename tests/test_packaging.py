@@ -15,6 +15,7 @@ import pytest
 from tests.installed import ENVIRONMENT, PACKAGES, built, installed, run
 from tests.programs import started
 
+pytestmark = pytest.mark.swarm
 RUN = """
 recipe_options = { layers = 1, width = 32, heads = 2, batch = 2 }
 [clock]

@@ -46,6 +46,7 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.swarm
 def test_two_processes_play_the_same_run_and_write_what_a_real_one_writes(
     tmp_path: Path, run_file: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_where_nobody_came_back_no_times_are_told(
     assert "start to training again: 0 times, nobody came back\n" in capsys.readouterr().out
 
 
+@pytest.mark.swarm
 def test_one_that_is_ended_early_tells_what_there_is(tmp_path: Path, run_file: Path) -> None:
     numbers = {"int": signal.SIGINT, "term": signal.SIGTERM}
     options = (str(run_file), "--peers", "6", "--hours", "9999")
