@@ -50,7 +50,7 @@ def run_file(tmp_path: Path) -> Path:
 def test_two_processes_play_the_same_run_and_write_what_a_real_one_writes(
     tmp_path: Path, run_file: Path
 ) -> None:
-    options = (str(run_file), "--peers", "6", "--hours", "0.03", "--churn", "20/h", "--seed", "7")
+    options = (str(run_file), "--peers", "6", "--hours", "0.015", "--churn", "40/h", "--seed", "7")
     playing = {tmp_path / seed: start(tmp_path / seed, seed, *options) for seed in ("1", "2")}
     digests = set()
     for folder, process in playing.items():
