@@ -89,8 +89,15 @@ def test_a_seed_and_a_peer_of_the_images_make_a_swarm(image: Image, tmp_path: Pa
             "P2P_CO2_TICKET": ticket,
             "P2P_CO2_THREADS": "1",
         }
-        with started(command_of(image, "peer"), tmp_path, of_peer) as peer:
+        join = command_of(image, "peer")
+        watch_command = [join[0], "watch", ticket, "--folder", "watch"]
+        with (
+            started(watch_command, tmp_path) as watch,
+            started(join, tmp_path, of_peer) as peer,
+        ):
             assert peer.ends() == 0, peer.said()
+            watch.wait_for("Over: 0 of 1 peers")
+        assert watch.ends() == 0, watch.said()
         assert "board: needs an extra" in peer.said()
     assert seed.ends() == 0, seed.said()
     data = {str(path.relative_to(peer_stage.root)) for path in (peer_stage.root / "data").rglob("identity")}

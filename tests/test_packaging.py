@@ -13,16 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.installed import ENVIRONMENT, PACKAGES, built, installed, run
-from tests.programs import started
 
 pytestmark = pytest.mark.swarm
-RUN = """
-recipe_options = { layers = 1, width = 32, heads = 2, batch = 2 }
-[clock]
-round_s = 3.0
-rounds = 5
-"""
-"""It lasts longer than the ten seconds between two lines of ``watch``."""
 
 
 @pytest.fixture(scope="module", name="wheel")
@@ -95,31 +87,6 @@ def test_a_demo_in_an_empty_folder_without_any_extra(programs: Path, tmp_path: P
         tmp_path,
     )
     assert where.count(str(programs.parent)) == 2
-
-
-def test_seed_join_and_watch_without_any_extra(programs: Path, tmp_path: Path) -> None:
-    program = str(programs / "p2p-co2")
-    (tmp_path / "run.toml").write_text(RUN)
-    with started([program, "seed", "run.toml", "--host", "127.0.0.1", "--folder", "seed"], tmp_path) as seed:
-        ticket = seed.wait_for(r"p2pco2-\w+")
-        join = [program, "join", ticket, "--threads", "1", "--min-peers", "2", "--folder"]
-        with (
-            started([program, "watch", ticket, "--folder", "watch"], tmp_path) as watch,
-            started([*join, "one"], tmp_path) as one,
-            started([*join, "two"], tmp_path) as two,
-        ):
-            watch.wait_for("[12] of 2 peers")
-            for peer in (one, two):
-                assert peer.ends() == 0, peer.said()
-                assert (
-                    peer.said().count("board: needs an extra: pip install '.[board]' in a clone of p2p-co2")
-                    == 1
-                )
-                assert peer.said().startswith("device: ")
-                assert "agreed state" in peer.said()
-            watch.wait_for("Over: 0 of 2 peers")
-        assert watch.ends() == 0, watch.said()
-    assert seed.ends() == 0, seed.said()
 
 
 def test_what_needs_an_extra_says_which(programs: Path, tmp_path: Path) -> None:
