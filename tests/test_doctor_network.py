@@ -137,6 +137,7 @@ async def test_what_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 # ---- the command, against a real swarm and from behind routers
 
 
+@pytest.mark.swarm
 def test_the_command_against_a_seed_process_feeds_the_planner(tmp_path: Path) -> None:
     with swarm(tmp_path, RunConfig(recipe_options={"layers": 1, "width": 16, "heads": 2})) as running:
         command = [sys.executable, "-m", "p2p_co2.cli", "doctor", running.ticket, "--json", "--threads", "1"]
@@ -187,6 +188,7 @@ def examined_to_the_end(namespace: str, ticket: str, *options: str) -> dict[str,
     return table
 
 
+@pytest.mark.swarm
 def test_what_stands_between_is_told_from_behind_it(tmp_path: Path) -> None:
     """Two seeds on public machines; the doctor behind two kinds of router."""
     expected: dict[Nat, str] = {"cone": "one mapping for all", "symmetric": "a mapping of its own"}
