@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.installed import ENVIRONMENT, PACKAGES, built, installed, run
+from tests.installed import PACKAGES, built, installed, run
 
 pytestmark = pytest.mark.swarm
 
@@ -87,12 +86,3 @@ def test_a_demo_in_an_empty_folder_without_any_extra(programs: Path, tmp_path: P
         tmp_path,
     )
     assert where.count(str(programs.parent)) == 2
-
-
-def test_what_needs_an_extra_says_which(programs: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [str(programs / "p2p-co2"), "board", str(tmp_path)],
-        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    line = "error: the board needs an extra: pip install '.[board]' in a clone of p2p-co2\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
