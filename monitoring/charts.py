@@ -198,7 +198,7 @@ def rounds(palette: Palette, found: Sequence[RoundFacts], fragments: int, stages
     ]  # fmt: skip
     series = [{
         "type": "heatmap", "data": cells, "labelLayout": {"hideOverlap": True},
-        "label": {"show": len(numbers) <= 40, "fontSize": 11, "lineHeight": 14, "formatter": "{@[3]}"},
+        "label": {"show": True, "fontSize": 11, "lineHeight": 14, "formatter": "{@[3]}"},
         "itemStyle": {"borderColor": palette.panel, "borderWidth": 2, "borderRadius": 3},
     }]  # fmt: skip
     across = _axis(palette, "category", "round", data=[str(n) for n in numbers])

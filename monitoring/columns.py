@@ -98,7 +98,7 @@ PEER = {
     "down": Column("Down", RATE, "down_bytes_per_s"),
     "cap": Column("Upload cap", RATE, "upload_cap_bytes_per_s"),
     "floor": Column("Floor", RATE, "needed_bytes_per_s"),
-    "software": Column("Software", TEXT, _text("software", 24)),
+    "software": Column("Software", TEXT, lambda peer: plain(peer.software, 24).removeprefix("p2p-co2 ")),
     "joined": Column("Joined", TEXT, lambda peer: date(peer.joined_at)),
 }
 """Of a ``PeerFacts``."""

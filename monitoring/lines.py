@@ -1,30 +1,23 @@
-"""What emulated lines carried, exchange by exchange, and what the swarm made of them: for rehearsals.
+"""What slowed lines carried, exchange by exchange, and what the swarm made of them: for rehearsals.
 
 An exchange is a committed round from its BEGIN to the moment when its last member knew of the commit. Its
-bytes are what the lines' own counters say, headers and retransmissions included. ``goodput``: the payload
-that the reduction needs (2 (1 - 1/M) times the fragment's bytes per peer and direction) over the same time.
-Its transfer is the part in which payload moves: until the last member holds all means.
-
-Law: a pure function of events, samples and profiles; exchanges that overlap are held against the lines as
-one. Price: counters are read ten times a second, so an exchange of less than a second is measured coarsely.
+goodput is the payload that the reduction needs (2 (1 - 1/M) times the fragment's bytes per peer and
+direction) over that time. Its transfer is the part in which payload moves: until the last member holds all
+means. Law: a pure function of events and profiles.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from monitoring.words import figure, percent
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.view import SwarmView
 
-Sample = tuple[float, Mapping[str, tuple[int, int]]]
-"""(unix time, bytes (up, down) since the start by peer's name)."""
 Spans = list[tuple[float, float]]
 
 
@@ -61,47 +54,28 @@ def timed_exchanges(view: SwarmView) -> list[TimedExchange]:
     return sorted(found, key=lambda exchange: exchange.began_at)
 
 
-def exchange_figures(
-    view: SwarmView, traffic: Sequence[Sample], lines: Mapping[str, LinkProfile], since: float = 0.0
-) -> dict[str, Any]:
+def exchange_figures(view: SwarmView, lines: Iterable[LinkProfile], since: float = 0.0) -> dict[str, Any]:
     """The ``exchanges`` of a rehearsal's summary, of those that began at ``since`` (unix) or later.
 
-    Exchanges that overlap count as one. ``line_share``: the bytes on its members' lines over what those could
-    carry in the time: the busier direction of each, mean over the peers. It is None without ``traffic``.
-    ``goodput_share``: the same of the payload alone, against the mean upload rate; ``transfer_share``: the
-    same over the exchange's transfer. ``while_exchanging``: per peer, Mbit/s in the time in which at least
-    one exchange was going on, and the share of the line.
+    Exchanges that overlap count as one. ``goodput_share``: goodput over the mean upload rate;
+    ``transfer_share``: the same over the exchange's transfer. ``exchanging_share``: of the time, in which an
+    exchange was going on.
     """
     found = [exchange for exchange in timed_exchanges(view) if exchange.began_at >= since]
     busy = _union([(one.began_at, one.ended_at) for one in found])
     together = [[one for one in found if start <= one.began_at <= end] for start, end in busy]
-    upload = statistics.fmean(line.up_bits_per_s for line in lines.values()) if lines else 0.0
+    rates = [line.up_bits_per_s for line in lines]
+    upload = statistics.fmean(rates) if rates else 0.0
     goodput = [_rate(each, [one.ended_at for one in each]) for each in together]
     transfer = [_rate(each, [one.began_at + one.transfer_s for one in each]) for each in together]
-    seconds = np.array([end - start for start, end in busy])
-    rates = {name: np.array([line.up_bits_per_s, line.down_bits_per_s]) for name, line in lines.items()}
-    moved = {name: _moved_bits(traffic, name, busy) for name in lines} if len(traffic) > 1 else {}
-    shares = [(moved[name] / rates[name]).max(axis=1) for name in moved]
-    used = (np.mean(shares, axis=0) / seconds).tolist() if shares else []
+    busy_s = sum(end - start for start, end in busy)
     return {
         "count": len(found),
         "duration_s": _spread([one.ended_at - one.began_at for one in found]),
-        "line_share": _spread(used),
         "goodput_share": _spread([rate / upload for rate in goodput if rate and upload]),
         "transfer_share": _spread([rate / upload for rate in transfer if rate and upload]),
-        "exchanging_share": round(seconds.sum() / (busy[-1][1] - busy[0][0]), 4) if busy else None,
-        "while_exchanging": {
-            name: _while(moved[name].sum(axis=0), seconds.sum(), rates[name]) for name in moved
-        },
+        "exchanging_share": round(busy_s / (busy[-1][1] - busy[0][0]), 4) if busy else None,
     }
-
-
-def _moved_bits(traffic: Sequence[Sample], name: str, spans: Spans) -> np.ndarray[Any, Any]:
-    """Bits of a peer's line, shape (spans, up and down), interpolated between samples."""
-    at = [at for at, _ in traffic]
-    ends = np.array(spans).reshape(-1, 2)
-    columns = zip(*(moved[name] for _, moved in traffic), strict=True)
-    return 8 * np.hstack([np.diff(np.interp(ends, at, column)) for column in columns])
 
 
 def _rate(together: Sequence[TimedExchange], ends: Sequence[float]) -> float:
@@ -111,16 +85,6 @@ def _rate(together: Sequence[TimedExchange], ends: Sequence[float]) -> float:
     if not all(each.moved_bits for each in together) or any(end <= start for start, end in spans):
         return 0.0
     return sum(each.moved_bits for each in together) / sum(end - start for start, end in _union(spans))
-
-
-def _while(bits: Any, seconds: float, rates: Any) -> dict[str, float | None]:
-    """Up and down, as Mbit/s and as a share of ``rates``; arrays of two."""
-    names = ("up_mbit_per_s", "down_mbit_per_s", "up_share", "down_share")
-    if not seconds:
-        return dict.fromkeys(names)
-    mbit = (bits / seconds / 1e6).round(3)
-    share = (bits / seconds / rates).round(4)
-    return dict(zip(names, [*mbit.tolist(), *share.tolist()], strict=True))
 
 
 def _union(spans: Spans) -> Spans:
@@ -209,8 +173,7 @@ def exchange_words(exchanges: dict[str, Any]) -> str:
     return (
         f"{exchanges['count']} exchanges, median {figure(duration['median'], 2)} s "
         f"({figure(duration['lowest'], 2)} to {figure(duration['highest'], 2)}); "
-        f"line used in an exchange: median {percent(exchanges['line_share']['median'])}, "
-        f"payload alone {percent(exchanges['goodput_share']['median'])}, "
+        f"line used by payload: median {percent(exchanges['goodput_share']['median'])}, "
         f"until all means had come {percent(exchanges['transfer_share']['median'])}; "
         f"an exchange was going on {percent(exchanges['exchanging_share'])} of the time"
     )

@@ -6,7 +6,8 @@ None tells of what every healthy run has.
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from monitoring.facts import (
@@ -113,12 +114,12 @@ def troubles(
         what = f"The swarm is out of reach: {plain(known.state.words, 240)}"
         found.append(_trouble("", BAD, what, "what is shown is old, and it is looked for again", known.now))
     else:
-        leading = Counter[int | None]()
+        made = defaultdict[int | None, list[int]](list)
         for peer in peers:
-            leading[peer.stage] = max(leading[peer.stage], sum(peer.versions))
+            made[peer.stage] += [sum(peer.versions)] if peer.state == "training" else []
         for peer in peers:
             since_at = (peer.last_seen_at or known.now) if peer.state in _ABSENT else known.now
-            of_training = _of_training(peer, leading[peer.stage])
+            of_training = _of_training(peer, made[peer.stage])
             found += [_trouble(peer.peer, *told, since_at) for told in (*_of_peer(peer), *of_training)]
         found += _alone(known, peers)
         found += [
@@ -155,15 +156,16 @@ def _of_peer(peer: PeerFacts) -> Iterator[tuple[str, str, str]]:
         yield ODD, what, "set that machine's clock by NTP"
 
 
-def _of_training(peer: PeerFacts, leading: int) -> Iterator[tuple[str, str, str]]:
-    """As ``_of_peer``; ``leading``: versions of the foremost peer, summed over fragments."""
+def _of_training(peer: PeerFacts, made: Sequence[int]) -> Iterator[tuple[str, str, str]]:
+    """As ``_of_peer``; ``made``: versions, summed over fragments, of each peer that trains. Where most are
+    counts: what one claims says nothing of the others."""
     if peer.state != "training":
         return
     name = plain(peer.label, 40)
-    behind = (leading - sum(peer.versions)) / max(1, len(peer.versions))
+    behind = (statistics.median_high(made) - sum(peer.versions)) / max(1, len(peer.versions))
     if peer.versions and behind >= BEHIND_ROUNDS:
         advice = "it fetches them; if that lasts, look at its line with p2p-co2 plan"
-        yield ODD, f"{name} is {behind:.0f} rounds behind the foremost peer", advice
+        yield ODD, f"{name} is {behind:.0f} rounds behind the others", advice
     if peer.exposed_s > max(0.5 * SILENT_AFTER_S, EXPOSED_SHARE * peer.wall_s):
         waiting = percent(peer.exposed_s / max(peer.wall_s, peer.exposed_s))
         share = percent(peer.exposed_s / (peer.exposed_s + peer.hidden_s))

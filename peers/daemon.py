@@ -26,7 +26,7 @@ from p2p_co2.system.process import StopSignals, claim, end_with_parent, require_
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.telemetry.watch import Watch
-from peers.doctor.findings import State
+from peers.doctor.findings import Grade
 from peers.doctor.machine import look_at_machine
 
 if TYPE_CHECKING:
@@ -123,11 +123,11 @@ def _look_first(config: PeerConfig, say: Callable[[str], None]) -> None:
     """The doctor's look at this machine: says what limits the peer. Raises ``EnvironmentFault`` for what
     forbids it, ``ConfigError`` for a device that is not there."""
     for finding in look_at_machine(config):
-        if finding.state == State.CANNOT and finding.name == "device":
+        if finding.state == Grade.CANNOT and finding.name == "device":
             raise ConfigError.of_option("--device", f"{finding.measured}; {finding.advice}")
-        if finding.state == State.CANNOT:
+        if finding.state == Grade.CANNOT:
             raise EnvironmentFault(f"{finding.name}: {finding.measured}; {finding.advice}")
-        if finding.state == State.LIMITED:
+        if finding.state == Grade.LIMITED:
             say(f"note: {finding.name}: {finding.measured}; {finding.advice}")
 
 

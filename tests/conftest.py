@@ -2,9 +2,9 @@
 workers.
 
 ``make test`` runs two workers (pytest-xdist). First both take files of tests of one process that work all the
-time; then one of them takes all files that measure lines, count what a fault costs or look at a page, one
-test after the other, so that never two of these are at it, and the other takes the swarms that only have to
-come to conditions, however long these take, and last what waits on sockets. Without ``-n`` everything runs in
+time; then one of them takes all files that measure lines or count what a fault costs, one test after the
+other, so that never two of these are at it, and the other takes the swarms that only have to come to
+conditions, however long these take, and last what waits on sockets. Without ``-n`` everything runs in
 one process in the usual order.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 APART = "never two of these at a time"
-MEASURING = ("test_kill", "test_faults", "test_rehearsal", "test_doctor_network", "test_board_in_browser")
+MEASURING = ("test_kill", "test_faults", "test_doctor_network")
 """In the order in which they run; beside the first, the other worker may still be at work of one process."""
 SWARMS = ("test_swarm", "test_hostile", "test_leaks", "test_examples")
 """Start processes and wait for conditions; the longest first. Other files marked ``swarm`` follow them."""
@@ -112,11 +113,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 _started: list[str] = []
 """The programs that the test now running has started."""
+OURS = re.compile(r"python[\d.]*|p2p-co2")
+"""They take seconds to start."""
 
 
 def _hear(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "subprocess.Popen":
-        _started.append(os.path.basename(str(arguments[0])))
+        names = [os.path.basename(str(word)) for word in (arguments[0], *arguments[1])]
+        _started.append(next(filter(OURS.fullmatch, names), names[0]))  # it may be another's argument
     elif event == "os.fork":
         _started.append("fork")
 
@@ -132,9 +136,13 @@ def pytest_runtest_protocol() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """What a test and its fixtures started stands in the file of durations."""
+    """What a test and its fixtures started stands in the file of durations. One that starts several programs
+    of ours is marked: ``make test-quick`` leaves it out."""
     result = yield
     item.user_properties.append(("started", " ".join(_started)))
+    ours = [name for name in _started if OURS.fullmatch(name)]
+    if len(ours) > 1 and item.get_closest_marker("swarm") is None:
+        pytest.fail(f"mark it `swarm`: it starts {' '.join(ours)}", pytrace=False)
     return result
 
 

@@ -3,7 +3,9 @@ step alone: what one process has as one batch, ranks share out.
 
     python tests/ranks_peer.py TICKET FOLDER OPTIONS_AS_JSON            # or under torchrun
 
-Writes what is agreed after the run to FOLDER/agreed.safetensors.
+Writes what is agreed after the run to FOLDER/agreed.safetensors. With the option ``ranks`` it forks so many,
+for torch to be imported once; with ``apart`` each writes to FOLDER/../rank-N.log, and their exit statuses are
+printed.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import p2p_co2
+from p2p_co2.system.process import end_with_parent
 
 WIDTH, BATCH = 10, 8
 
@@ -78,13 +81,45 @@ def look_at_agreed(peer: p2p_co2.Peer, model: nn.Module, inputs: Tensor) -> None
         is_other = not all(map(torch.equal, values(model), before))
         there(inputs)
     is_back = all(map(torch.equal, values(model), before))
-    print("agreed in place:", "other than live," * is_other, "and back" * is_back, flush=True)
+    how_it_was = f"{'other than live, ' * is_other}{'and back' * is_back}"
+    sys.stdout.write(f"agreed in place: {how_it_was}\n")  # in one piece: ranks share the file
+
+
+def fork_ranks(count: int, logs: Path | None) -> None:
+    """Return in each of ``count`` forked ranks; this process waits for them, and ends with the worst status,
+    or with 0 where ``logs`` is the folder of what each writes."""
+    parent = os.getpid()
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + parent % 20000)}
+    children = []
+    for rank in range(count):
+        if child := os.fork():
+            children.append(child)
+            continue
+        os.environ.update(place, WORLD_SIZE=str(count), RANK=str(rank))
+        end_with_parent(parent)
+        if logs is not None:
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT), stream.fileno())
+        return
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if logs is not None:
+        print(json.dumps(statuses))
+    sys.exit(0 if logs is not None else max(map(abs, statuses)))
 
 
 def main() -> None:
     ticket, folder, given = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    options: dict[str, Any] = {"how": "plain", "steps": 10**6, "step_s": 0.0, "min_peers": 1, **given}
+    options: dict[str, Any] = {
+        "how": "plain",
+        "steps": 10**6,
+        "step_s": 0.0,
+        "min_peers": 1,
+        "ranks": 1,
+        **given,
+    }
     torch.set_num_threads(1)
+    if options["ranks"] > 1 and not options.get("torchrun"):
+        fork_ranks(options["ranks"], folder.parent if options.get("apart") else None)
     if options["how"] != "plain":
         dist.init_process_group("gloo")
     if "bound_s" in options:  # of a group's making

@@ -444,6 +444,7 @@ def test_a_peer_that_says_nonsense_is_shown_as_such_and_breaks_nothing() -> None
     facts = evil_model()[0].facts()
     words = " ".join(trouble.words for trouble in facts.troubles)
     assert "publishes nonsense" in words
+    assert "rounds behind" not in words
     assert "\x1b" not in words
     assert list(text_string_to_metric_families(told_of(facts)))
     console = Console(width=110, record=True, force_terminal=True)

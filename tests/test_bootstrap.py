@@ -240,7 +240,7 @@ class Unseen:
 def test_a_swarm_whose_peer_cannot_start_ends_at_once(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     with Stage(RunConfig(), tmp_path, "auto", Unseen()) as stage:
-        stage.adopt(stage.swarm.start("peer-1", [*PYTHON, POLITE]), tmp_path / "peer-1")
+        stage.adopt(stage.swarm.start("peer-1", ["sleep", "600"]), tmp_path / "peer-1")
         stage.adopt(stage.swarm.start("peer-2", [*PYTHON, "exit('error: no folder')"]), tmp_path / "peer-2")
         with pytest.raises(
             EnvironmentFault, match=r"peer-2 ended before the training began, with status 1(.|\n)*no folder"

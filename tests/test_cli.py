@@ -36,13 +36,6 @@ from tests.disks import fill
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "p2p_co2.cli", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-
-
 Refused = Callable[..., None]
 
 
@@ -59,22 +52,34 @@ def _refused(capsys: pytest.CaptureFixture[str]) -> Refused:
     return refused
 
 
-def test_version() -> None:
-    result = run("--version")
-    assert (result.returncode, result.stdout) == (0, f"p2p-co2 {__version__}\n")
+@pytest.fixture(name="printed")
+def _printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a command prints that ends well."""
+
+    def printed(*command: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            cli.main(command)
+        assert not end.value.code
+        return capsys.readouterr().out
+
+    return printed
 
 
-def test_the_default_run_file_is_the_defaults() -> None:
+def test_version(printed: Callable[..., str]) -> None:
+    assert printed("--version") == f"p2p-co2 {__version__}\n"
+
+
+def test_the_default_run_file_is_the_defaults(printed: Callable[..., str]) -> None:
     written, default = tomllib.loads(DEFAULT_RUN_FILE), RunConfig(name="my-run")
     assert RunConfig.model_validate(written) == default
     for name, table in default.model_dump(exclude={"recipe_digest", "recipe_options"}).items():
         there = written[name]
         assert not isinstance(table, dict) or there.keys() == table.keys(), "every setting is explained"
-    printed = [run("init").stdout for _ in range(2)]
-    salts = [tomllib.loads(text)["salt"] for text in printed]
+    texts = [printed("init") for _ in range(2)]
+    salts = [tomllib.loads(text)["salt"] for text in texts]
     assert len(salts[0]) == 16
     assert salts[0] != salts[1], "nobody can guess the digest of a run"
-    assert printed[0].replace(f'"{salts[0]}"', '""' + " " * 16) == DEFAULT_RUN_FILE
+    assert texts[0].replace(f'"{salts[0]}"', '""' + " " * 16) == DEFAULT_RUN_FILE
     assert (ROOT / "examples" / "run.toml").read_text(encoding="utf-8") == DEFAULT_RUN_FILE
 
 

@@ -17,7 +17,7 @@ from p2p_co2.telemetry.events import PeerFinished, PeerStarted, Progress, RoundC
 from p2p_co2.tensors.checkpoint.folder import load, save
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.tensors.outer import Merge
-from peers.doctor.findings import State
+from peers.doctor.findings import Grade
 from peers.doctor.machine import check_device
 from tests.campaign import Campaign
 from tests.test_checkpoint import adamw, checkpoint_of, module, train
@@ -128,9 +128,9 @@ def test_a_checkpoint_of_a_gpu_is_that_of_the_host(tmp_path: Path) -> None:
 
 def test_doctor_names_the_gpu() -> None:
     finding = check_device("cuda")
-    assert finding.state in {State.OK, State.LIMITED}
+    assert finding.state in {Grade.OK, Grade.LIMITED}
     assert torch.cuda.get_device_name() in finding.measured
-    assert check_device(f"cuda:{torch.cuda.device_count()}").state is State.CANNOT
+    assert check_device(f"cuda:{torch.cuda.device_count()}").state is Grade.CANNOT
 
 
 def test_a_peer_on_a_gpu_and_one_on_a_cpu_agree(swarm: Campaign) -> None:

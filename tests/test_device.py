@@ -16,7 +16,7 @@ from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.system.accelerators import Gpus, Maker, gpus_here
 from p2p_co2.tensors.device import device_of, training_device
-from peers.doctor.findings import Finding, State
+from peers.doctor.findings import Finding, Grade
 from peers.doctor.machine import check_gpus, look_at_machine
 
 CARD = SimpleNamespace(name="NVIDIA Imaginary 24", total_memory=25_386_352_640)
@@ -178,7 +178,7 @@ def test_a_gpu_that_is_left_unused_is_told_with_what_mends_it(
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     found = check_gpus(there, "auto", "cpu", version, built_for)
-    assert found.state is State.LIMITED
+    assert found.state is Grade.LIMITED
     assert measured in found.measured
     assert advice in found.advice
 
@@ -190,10 +190,10 @@ def test_a_variable_that_hides_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_gpu_that_is_used_or_was_not_asked_for_is_no_limit() -> None:
-    assert check_gpus([GEFORCE], "auto", "cuda:0", "2.13.0", Maker.NVIDIA).state is State.OK
-    assert check_gpus([], "auto", "cpu", "2.13.0+cpu", None) == Finding("gpu", State.OK, "none")
+    assert check_gpus([GEFORCE], "auto", "cuda:0", "2.13.0", Maker.NVIDIA).state is Grade.OK
+    assert check_gpus([], "auto", "cpu", "2.13.0+cpu", None) == Finding("gpu", Grade.OK, "none")
     found = check_gpus([GEFORCE], "cpu", "cpu", "2.13.0+cpu", None)
-    assert (found.state, found.measured) == (State.OK, "NVIDIA GeForce RTX 4090, not asked for")
+    assert (found.state, found.measured) == (Grade.OK, "NVIDIA GeForce RTX 4090, not asked for")
 
 
 def test_the_doctor_looks_where_the_kernel_shows_them(tmp_path: Path, no_cards: None) -> None:
@@ -201,5 +201,5 @@ def test_the_doctor_looks_where_the_kernel_shows_them(tmp_path: Path, no_cards: 
     config = PeerConfig(folder=tmp_path / "peer", host="127.0.0.1")
     found = {finding.name: finding for finding in look_at_machine(config, tmp_path / "host")}
     assert found["device"].measured.startswith("cpu (")
-    assert found["gpu"].state is State.LIMITED
+    assert found["gpu"].state is Grade.LIMITED
     assert found["gpu"].measured.startswith("an NVIDIA GPU, not used: torch ")

@@ -12,6 +12,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -212,9 +213,8 @@ def texts_of_the_code() -> tuple[str, ...]:
             return "".join(text_of(part) if isinstance(part, ast.Constant) else "\0" for part in node.values)
         return ""
 
-    trees = [house.tree_of(path) for path in house.sources()]
-    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.expr)]
-    return tuple({text for node in nodes if (text := text_of(node))})
+    nodes = chain.from_iterable(map(house.nodes_of, house.sources()))
+    return tuple({text for node in nodes if isinstance(node, ast.expr) and (text := text_of(node))})
 
 
 def is_in_the_code(message: str) -> bool:

@@ -18,11 +18,11 @@ from p2p_co2.config import OWN_LOOP, PeerConfig, RunConfig
 from p2p_co2.recipes import load_recipe
 from p2p_co2.system import machine as kernel
 from peers.doctor import machine
-from peers.doctor.findings import Diagnosis, Finding, MeasuredLink, Outcome, Role, State, line_of
+from peers.doctor.findings import Diagnosis, Finding, Grade, MeasuredLink, NetworkLook, PeerRole, line_of
 from peers.doctor.network import nat_finding
 
 ROOT = Path(__file__).resolve().parent.parent
-OK, LIMITED, CANNOT, UNKNOWN = State.OK, State.LIMITED, State.CANNOT, State.UNKNOWN
+OK, LIMITED, CANNOT, UNKNOWN = Grade.OK, Grade.LIMITED, Grade.CANNOT, Grade.UNKNOWN
 
 
 def doctor(*arguments: str, **settings: object) -> subprocess.CompletedProcess[str]:
@@ -42,21 +42,21 @@ def findings_of(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str,
 @pytest.mark.parametrize(
     ("states", "is_reachable", "asked", "status", "role"),
     [
-        ([OK, OK], True, True, 0, Role.DIRECT),
-        ([OK], False, True, 1, Role.DIAL_OUT),
-        ([OK, LIMITED], True, True, 1, Role.DIRECT),
-        ([OK, UNKNOWN], True, True, 1, Role.DIRECT),
-        ([OK, UNKNOWN], None, True, 1, Role.DIAL_OUT),
-        ([OK, UNKNOWN], None, False, 0, Role.UNKNOWN),
-        ([LIMITED, UNKNOWN], None, False, 1, Role.UNKNOWN),
-        ([OK, CANNOT, LIMITED], True, True, 2, Role.NONE),
+        ([OK, OK], True, True, 0, PeerRole.DIRECT),
+        ([OK], False, True, 1, PeerRole.DIAL_OUT),
+        ([OK, LIMITED], True, True, 1, PeerRole.DIRECT),
+        ([OK, UNKNOWN], True, True, 1, PeerRole.DIRECT),
+        ([OK, UNKNOWN], None, True, 1, PeerRole.DIAL_OUT),
+        ([OK, UNKNOWN], None, False, 0, PeerRole.UNKNOWN),
+        ([LIMITED, UNKNOWN], None, False, 1, PeerRole.UNKNOWN),
+        ([OK, CANNOT, LIMITED], True, True, 2, PeerRole.NONE),
     ],
 )
 def test_status_and_role_follow_from_the_findings(
-    states: list[State], is_reachable: bool | None, asked: bool, status: int, role: Role
+    states: list[Grade], is_reachable: bool | None, asked: bool, status: int, role: PeerRole
 ) -> None:
     found = tuple(Finding(str(number), state, "x", "y") for number, state in enumerate(states))
-    diagnosis = Diagnosis(found, Outcome(is_reachable=is_reachable), asked)
+    diagnosis = Diagnosis(found, NetworkLook(is_reachable=is_reachable), asked)
     assert (diagnosis.exit_status, diagnosis.role) == (status, role)
     assert diagnosis.table()["exit_status"] == status
 
@@ -96,7 +96,7 @@ def test_another_package_with_a_name_of_ours_is_told(monkeypatch: pytest.MonkeyP
         ((False, False), LIMITED, "no C compiler"),
     ],
 )
-def test_kernels(found: tuple[bool, bool], state: State, words: str) -> None:
+def test_kernels(found: tuple[bool, bool], state: Grade, words: str) -> None:
     finding = machine.check_kernels(*found)
     assert finding.state == state
     assert words in finding.measured
@@ -117,7 +117,7 @@ def test_kernels(found: tuple[bool, bool], state: State, words: str) -> None:
         (2, 8, 2.0, OK, "nothing"),
     ],
 )  # fmt: skip
-def test_threads(wanted: int, cores: int, quota: float, state: State, words: str) -> None:
+def test_threads(wanted: int, cores: int, quota: float, state: Grade, words: str) -> None:
     found = machine.check_threads(wanted, cores, quota)
     assert found.state == state
     assert words in found.advice
@@ -215,7 +215,7 @@ SEEN = ("203.0.113.7", 4001)
         ([], UNKNOWN, "unknown"),
     ],
 )
-def test_nat_kinds(seen: list[tuple[str, int]], state: State, words: str) -> None:
+def test_nat_kinds(seen: list[tuple[str, int]], state: Grade, words: str) -> None:
     found = nat_finding(seen, PeerConfig())
     assert found.state == state
     assert found.measured.startswith(words)

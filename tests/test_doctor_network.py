@@ -28,12 +28,12 @@ from p2p_co2.system.process import program
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, PeerId
 from peers.doctor import network
-from peers.doctor.findings import State
-from peers.doctor.network import Outcome, look_at_network, rate_finding, together
+from peers.doctor.findings import Grade
+from peers.doctor.network import NetworkLook, look_at_network, rate_finding, together
 from tests.routers import Nat, Routers, inside
 
 RUN = RunConfig(recipe_digest="00" * 32)
-OK, LIMITED, CANNOT, UNKNOWN = State.OK, State.LIMITED, State.CANNOT, State.UNKNOWN
+OK, LIMITED, CANNOT, UNKNOWN = Grade.OK, Grade.LIMITED, Grade.CANNOT, Grade.UNKNOWN
 TRIES = 3
 
 
@@ -49,7 +49,7 @@ TRIES = 3
         ([61.0, 60.0, 0.0], CANNOT),
     ],
 )  # fmt: skip
-def test_clocks(offsets_s: list[float], state: State) -> None:
+def test_clocks(offsets_s: list[float], state: Grade) -> None:
     assert judge_clock(offsets_s).state == state
 
 
@@ -83,7 +83,7 @@ async def seed(folder: Path, *, ahead_s: float = 0.0, cap: float = 0.0) -> Async
         yield Ticket(RUN.digest(), PeerId(identity.peer_id), maddrs)
 
 
-async def looked(ticket: Ticket, **config: object) -> tuple[dict[str, State], dict[str, str], Outcome]:
+async def looked(ticket: Ticket, **config: object) -> tuple[dict[str, Grade], dict[str, str], NetworkLook]:
     """States and words of the findings by name, and the outcome."""
     found = []
     outcome = await look_at_network(ticket, PeerConfig(**config), found.append)  # type: ignore[arg-type]
@@ -93,8 +93,8 @@ async def looked(ticket: Ticket, **config: object) -> tuple[dict[str, State], di
 
 
 async def looked_at_rest(
-    ticket: Ticket, wanted: dict[str, State]
-) -> tuple[dict[str, State], dict[str, str], Outcome]:
+    ticket: Ticket, wanted: dict[str, Grade]
+) -> tuple[dict[str, Grade], dict[str, str], NetworkLook]:
     """The same, again where a rate or a round trip is another than ``wanted``: as slow as a loaded machine
     is, and no fault of the doctor's."""
     for _ in range(TRIES):
@@ -131,12 +131,13 @@ async def test_what_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     states, words, outcome = await looked(Ticket(RUN.digest(), peer, (f"/ip4/192.0.2.1/tcp/1/p2p/{peer}",)))
     assert states["network"] == UNKNOWN
     assert "try again" in words["network"]
-    assert outcome == Outcome()
+    assert outcome == NetworkLook()
 
 
 # ---- the command, against a real swarm and from behind routers
 
 
+@pytest.mark.swarm
 def test_the_command_against_a_seed_process_feeds_the_planner(tmp_path: Path) -> None:
     with swarm(tmp_path, RunConfig(recipe_options={"layers": 1, "width": 16, "heads": 2})) as running:
         command = [sys.executable, "-m", "p2p_co2.cli", "doctor", running.ticket, "--json", "--threads", "1"]
@@ -187,6 +188,7 @@ def examined_to_the_end(namespace: str, ticket: str, *options: str) -> dict[str,
     return table
 
 
+@pytest.mark.swarm
 def test_what_stands_between_is_told_from_behind_it(tmp_path: Path) -> None:
     """Two seeds on public machines; the doctor behind two kinds of router."""
     expected: dict[Nat, str] = {"cone": "one mapping for all", "symmetric": "a mapping of its own"}

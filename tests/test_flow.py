@@ -170,12 +170,6 @@ async def test_looking_at_our_links_changes_no_socket_of_the_users() -> None:
 TAKES_LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
 
-def is_locked(path: Path) -> bool:
-    """Whether another process finds it so."""
-    command = [sys.executable, "-c", TAKES_LOCK, str(path)]
-    return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 1
-
-
 def test_a_file_or_connection_that_has_a_connections_number_by_now_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +191,7 @@ def test_a_file_or_connection_that_has_a_connections_number_by_now_is_left_alone
         fcntl.lockf(opened, fcntl.LOCK_EX)
         assert not buffer.look().there_bytes
         assert not SendBuffer(*listener.getsockname()).is_far
-        assert is_locked(path)
+        takes_it = [sys.executable, "-c", TAKES_LOCK, str(path)]
+        assert subprocess.run(takes_it, stderr=subprocess.DEVNULL, check=False).returncode == 1
         connection.close()
         opened.close()
-    assert not is_locked(path)

@@ -35,6 +35,7 @@ def checkout(folder: Path, script: str, answer: object, is_old: bool) -> Path:
     return folder
 
 
+@pytest.mark.swarm
 def test_each_checkout_is_asked_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     guard = guards.Guard(
         ("benchmarks/new.py",), {"speed": (("a", "b"), 0.9, False)}, ("benchmarks/old.py",), {"speed": ("c",)}

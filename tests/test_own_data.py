@@ -26,14 +26,17 @@ sys.exit(main())
 SHAPE: dict[str, str | int | float | bool] = {"layers": 1, "width": 16, "heads": 2, "context": 16}
 
 
-@pytest.mark.parametrize("key", ["text", "tokens", "data", "recipe"])
-def test_a_hostile_run_file_opens_no_file_of_a_volunteer(key: str, tmp_path: Path) -> None:
+@pytest.mark.swarm
+@pytest.mark.parametrize("is_recipe", [False, True])
+def test_a_hostile_run_file_opens_no_file_of_a_volunteer(is_recipe: bool, tmp_path: Path) -> None:
     diary = tmp_path / "diary"
     diary.mkdir()
     (diary / "pin.txt").write_text("the PIN is 1234\n" * 1000)
-    options: dict[str, str | int | float | bool] = {**SHAPE, key: str(diary / "pin.txt")}
-    run = RunConfig(name="run", recipe_options=options, recipe_digest=recipe_digest(BYTE_GPT, SHAPE))
-    if key == "recipe":
+    named = dict.fromkeys(("text", "tokens", "data"), str(diary / "pin.txt"))
+    run = RunConfig(
+        name="run", recipe_options={**SHAPE, **named}, recipe_digest=recipe_digest(BYTE_GPT, SHAPE)
+    )
+    if is_recipe:
         run = run.model_copy(update={"recipe": f"{diary / 'own.py'}:make", "recipe_options": SHAPE})
         (diary / "own.py").write_text("raise SystemExit('run')")
     with swarm(tmp_path, run) as running:
@@ -44,5 +47,5 @@ def test_a_hostile_run_file_opens_no_file_of_a_volunteer(key: str, tmp_path: Pat
         )  # fmt: skip
     assert "OPENED" not in done.stdout
     assert done.returncode == 2, done.stdout + done.stderr
-    cure = "name it with --recipe" if key == "recipe" else f"joins with --{key} PATH"
+    cure = "name it with --recipe" if is_recipe else "joins with --text PATH"
     assert cure in done.stdout + done.stderr

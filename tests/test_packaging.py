@@ -23,6 +23,8 @@ rounds = 5
 """
 """It lasts longer than the ten seconds between two lines of ``watch``."""
 
+pytestmark = pytest.mark.swarm
+
 
 @pytest.fixture(scope="module", name="wheel")
 def _wheel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:

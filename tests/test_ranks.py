@@ -6,7 +6,6 @@ Groups are real: processes with a gloo group of their own, real sockets and a re
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -149,10 +148,10 @@ def test_ranks_have_orders_of_their_own_but_for_samplers_that_deal_out() -> None
 
 
 def start(running: Swarm, name: str, how: str, folder: str, **options: Any) -> None:
-    command = [sys.executable] if how == "plain" else TORCHRUN
-    given = json.dumps({"how": how, **options})
-    ticket = options.get("ticket", running.ticket)
-    running.start(name, [*command, SCRIPT, ticket, str(running.folder / folder), given])
+    """A peer of one process ("plain") or of two ranks; these may be ``torchrun``'s."""
+    command = TORCHRUN if options.get("torchrun") else [sys.executable]
+    given = json.dumps({"how": how, "ranks": 1 if how == "plain" else 2, **options})
+    running.start(name, [*command, SCRIPT, running.ticket, str(running.folder / folder), given])
 
 
 def agreed(folder: Path) -> dict[str, Tensor]:
@@ -214,24 +213,13 @@ def test_a_group_goes_on_from_its_checkpoint(
 
 def by_hand(folder: Path, ticket: str, ranks: int, **options: Any) -> list[tuple[int, str]]:
     """A group without torchrun, which ends all ranks when one ends: exit status and output of each."""
-    port = 20000 + os.getpid() % 20000
-    command = [sys.executable, SCRIPT, ticket, str(folder / "peer"), json.dumps(options)]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    processes = [
-        subprocess.Popen(
-            command, env={**ENVIRONMENT, **place, "RANK": str(rank)}, cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    ends_at = time.monotonic() + START_BOUND_S
-    try:
-        outputs = [one.communicate(timeout=max(1.0, ends_at - time.monotonic()))[0] for one in processes]
-    finally:
-        for one in processes:
-            one.kill()
-            one.wait()
-    return [(one.returncode, output) for one, output in zip(processes, outputs, strict=True)]
+    given = json.dumps({**options, "ranks": ranks, "apart": True})
+    done = subprocess.run(
+        [sys.executable, SCRIPT, ticket, str(folder / "peer"), given], env=ENVIRONMENT, cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, timeout=START_BOUND_S, check=True,
+    )  # fmt: skip
+    statuses = json.loads(done.stdout)
+    return [(status, (folder / f"rank-{rank}.log").read_text()) for rank, status in enumerate(statuses)]
 
 
 def last_error(output: str) -> str:
@@ -244,17 +232,18 @@ def test_a_rank_that_dies_ends_the_peer_on_all_others(
     tmp_path: Path, how: str, dies: int, where: str
 ) -> None:
     with swarm(tmp_path, exact(8)) as running:
-        ended = by_hand(tmp_path, running.ticket, 3, how=how, die=[dies, 40], where=where, step_s=0.1)
+        ended = by_hand(tmp_path, running.ticket, 3, how=how, die=[dies, 25], where=where, step_s=0.1)
         assert ended[dies][0] == 9
         for rank, (status, output) in enumerate(ended):
             if rank != dies:
                 assert status == 1, output
                 assert "start all ranks again" in output
-        start(running, "again", "ddp", "peer", steps=3)
+        start(running, "again", "plain", "peer", steps=3)
         running.wait("again")
         assert min(map(int, re.findall(r"starts at (\d+) of", running.log("again")))) > 0
 
 
+@pytest.mark.swarm
 def test_a_rank_that_does_not_come_to_join_is_missed(tmp_path: Path) -> None:
     ended = by_hand(tmp_path, "no-ticket", 3, how="ddp", die=[1, "join"], bound_s=5)
     assert [status for status, _ in ended] == [1, 9, 1]
@@ -262,6 +251,7 @@ def test_a_rank_that_does_not_come_to_join_is_missed(tmp_path: Path) -> None:
         assert "not all ranks of this peer came to join" in last_error(output), output
 
 
+@pytest.mark.swarm
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -297,7 +287,7 @@ def test_ranks_that_are_not_together_are_told(tmp_path: Path, options: dict[str,
 def test_a_ctrl_c_stops_all_ranks_with_the_same_step(tmp_path: Path) -> None:
     """torchrun's agent hands it on, once to each rank."""
     with swarm(tmp_path, exact(10**4)) as running:
-        start(running, "group", "fsdp", "peer", step_s=0.05)
+        start(running, "group", "fsdp", "peer", torchrun=True, step_s=0.05)
         ends_at = time.monotonic() + START_BOUND_S
         while not list(tmp_path.glob("peer/checkpoint/state-*/manifest.json")) and time.monotonic() < ends_at:
             time.sleep(0.1)
@@ -313,6 +303,7 @@ def test_a_ctrl_c_stops_all_ranks_with_the_same_step(tmp_path: Path) -> None:
 @pytest.mark.swarm
 def test_a_group_and_a_peer_of_one_process_agree_by_the_example(tmp_path: Path) -> None:
     run = read_run_config(ROOT / "examples" / "own_loop.toml")
+    run = run.model_copy(update={"clock": run.clock.model_copy(update={"rounds": 5})})
     example = str(ROOT / "examples" / "torchrun_fsdp.py")
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     with local_swarm(2, run=run, folder=tmp_path / "swarm") as running:

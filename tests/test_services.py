@@ -119,6 +119,7 @@ def has_trained(state: Path) -> bool:
     return any(isinstance(event, Progress) and event.inner_steps > 0 for event in events)
 
 
+@pytest.mark.swarm
 def test_the_commands_of_the_units_run_and_stop_as_the_units_say(tmp_path: Path) -> None:
     etc, state, here = tmp_path / "etc", tmp_path / "state", {"P2P_CO2_HOST": "127.0.0.1"}
     (etc / "p2p-co2").mkdir(parents=True)

@@ -46,10 +46,11 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.swarm
 def test_two_processes_play_the_same_run_and_write_what_a_real_one_writes(
     tmp_path: Path, run_file: Path
 ) -> None:
-    options = (str(run_file), "--peers", "6", "--hours", "0.03", "--churn", "20/h", "--seed", "7")
+    options = (str(run_file), "--peers", "6", "--hours", "0.015", "--churn", "40/h", "--seed", "7")
     playing = {tmp_path / seed: start(tmp_path / seed, seed, *options) for seed in ("1", "2")}
     digests = set()
     for folder, process in playing.items():
@@ -101,6 +102,7 @@ def test_where_nobody_came_back_no_times_are_told(
     assert "start to training again: 0 times, nobody came back\n" in capsys.readouterr().out
 
 
+@pytest.mark.swarm
 def test_one_that_is_ended_early_tells_what_there_is(tmp_path: Path, run_file: Path) -> None:
     numbers = {"int": signal.SIGINT, "term": signal.SIGTERM}
     options = (str(run_file), "--peers", "6", "--hours", "9999")

@@ -117,6 +117,7 @@ def wait_until_it_ran(board: SocketActivation) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.swarm
 def test_an_answer_to_a_program_that_is_gone_is_not_given_to_the_next(tmp_path: Path) -> None:
     late: Future[Relayed] = Future()
     path = tmp_path / "hasty.py"

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -97,13 +96,11 @@ def test_why_a_run_was_no_success_with_deaths_first_and_without_who_was_killed(t
 def test_who_comes_when_all_others_have_left_trains_no_run_of_its_own(
     tmp_path: Path, caught_up: bool
 ) -> None:
-    python = [sys.executable, "-c"]
     (tmp_path / "logs").mkdir()
     with Stage(FACTS.config, tmp_path, "auto", RunWatch(FACTS.config, tmp_path)) as stage:
         demo = RunningDemo(DemoOptions(peers=2, kill_one=True), stage)
-        for name, seconds in (("peer-1", 2.0), ("peer-3", 5.0)):
-            sleeping = stage.swarm.start(name, [*python, f"import time; time.sleep({seconds})"])
-            stage.adopt(sleeping, tmp_path / name)
+        for name, seconds in (("peer-1", "0.5"), ("peer-3", "1.5" if caught_up else "60")):
+            stage.adopt(stage.swarm.start(name, ["sleep", seconds]), tmp_path / name)
         demo.killed, demo.latecomer = ["peer-2"], "peer-3"
         with Journal(tmp_path / "peer-1" / "events.jsonl") as journal:
             journal.write(sample("progress", ADA, 1.0))
@@ -123,13 +120,12 @@ def test_who_comes_when_all_others_have_left_trains_no_run_of_its_own(
 def test_a_newcomer_that_finds_the_run_over_is_no_death_though_others_are_still_leaving(
     tmp_path: Path,
 ) -> None:
-    python = [sys.executable, "-c"]
     (tmp_path / "logs").mkdir()
     with Stage(FACTS.config, tmp_path, "auto", RunWatch(FACTS.config, tmp_path)) as stage:
         demo = RunningDemo(DemoOptions(peers=2, kill_one=True), stage)
         demo.killed, demo.latecomer = ["peer-2"], "peer-3"
-        for name, code in (("peer-1", "import time; time.sleep(9)"), ("peer-3", f"exit({RUN_OVER})")):
-            stage.adopt(stage.swarm.start(name, [*python, code]), tmp_path / name)
+        for name, does in (("peer-1", ["sleep", "60"]), ("peer-3", ["sh", "-c", f"exit {RUN_OVER}"])):
+            stage.adopt(stage.swarm.start(name, does), tmp_path / name)
         assert stage.swarm.wait([stage.peers["peer-3"]], 9.0)
         demo.act()
         assert stage.swarm.dead_unasked() == []

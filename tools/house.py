@@ -68,6 +68,12 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All of a file's tree, walked once."""
+    return tuple(ast.walk(tree_of(path)))
+
+
 def module_of(path: Path) -> str:
     """The dotted name that a file is imported by."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -77,15 +83,16 @@ def lines_of(paths: Iterator[Path] | tuple[Path, ...]) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
-def imports(path: Path) -> set[str]:
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Dotted names that a file imports anywhere: at its head, in functions, for type checkers."""
-    found = set()
-    for node in ast.walk(tree_of(path)):
+    found = set[str]()
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module} | {f"{node.module}.{name.name}" for name in node.names}
-    return found
+    return frozenset(found)
 
 
 @cache
@@ -112,7 +119,7 @@ def _names_more(path: Path, module: str, modules: set[str]) -> bool:
         isinstance(node, ast.ImportFrom)
         and node.module == module
         and any(f"{module}.{name.name}" not in modules for name in node.names)
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
     )
 
 
@@ -143,12 +150,15 @@ def circles() -> list[list[str]]:
     return sorted(found)
 
 
-def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+@cache
+def classes() -> tuple[tuple[str, ast.ClassDef], ...]:
     """Every class of the product, as ``module.Class``."""
-    for path in sources():
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ClassDef):
-                yield f"{module_of(path)}.{node.name}", node
+    return tuple(
+        (f"{module_of(path)}.{node.name}", node)
+        for path in sources()
+        for node in nodes_of(path)
+        if isinstance(node, ast.ClassDef)
+    )
 
 
 def attributes_of(node: ast.ClassDef) -> set[str]:
@@ -209,7 +219,7 @@ def wholes_given_away() -> list[str]:
 def assignments() -> Iterator[ast.Assign]:
     """Every plain assignment of the product."""
     for path in sources():
-        yield from (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assign))
+        yield from (node for node in nodes_of(path) if isinstance(node, ast.Assign))
 
 
 def packed_share() -> float:
@@ -270,7 +280,7 @@ def ambiguous_names() -> dict[str, list[str]]:
 def docstrings() -> Iterator[tuple[str, str]]:
     """Every docstring, those of constants and fields too, with its module."""
     for path in sources():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if (
                 isinstance(node, ast.Expr)
                 and isinstance(node.value, ast.Constant)
@@ -317,7 +327,7 @@ def process_tests() -> list[str]:
         whole = is_marked([node for node in assigned if "pytestmark" in ast.unparse(node)])
         found += [
             f"{path.stem}.{node.name}"
-            for node in ast.walk(tree_of(path))
+            for node in nodes_of(path)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             and node.name.startswith("test_")
             and (whole or is_marked(node.decorator_list))
@@ -333,7 +343,7 @@ def private_uses() -> dict[str, int]:
     """How often each test file reads or sets ``other._name``, where other is not ``self`` or ``cls``."""
     found: dict[str, int] = defaultdict(int)
     for path in test_files():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if (
                 isinstance(node, ast.Attribute)
                 and re.match(r"_[^_]", node.attr)
@@ -395,7 +405,7 @@ def print_offenders(rooms: list[str]) -> None:
     for line in [*wholes_given_away(), *foreign_documents()]:
         print("whole or document:", line)
     for path in sources():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Assign) and wanted(module_of(path)):
                 target, value = node.targets[0], node.value
                 if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):

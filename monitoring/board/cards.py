@@ -29,7 +29,7 @@ class OwnCard:
         with block("b-card", "section").props("data-testid=you"):
             with block("b-head"):
                 self._title = text("b-title", tag="h2")
-            self._tiles = Tiles(own_told(facts), "five")
+            self._tiles = Tiles(own_told(facts))
         self.set(facts)
 
     def set(self, facts: SwarmFacts) -> None:

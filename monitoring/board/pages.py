@@ -338,15 +338,14 @@ class PeerPage(Page):
             ui.link("All peers", "/peers").classes("b-link")
             self._title = text("b-title", test_id="peer-title", tag="h2")
             text("b-hint b-words", peer[:80])
-        self._trends = Trends("chart-peer")
-        with card("What is known of it"):
-            columns = [
-                Column(heading, TEXT, itemgetter(place))
-                for place, heading in enumerate(("Fact", "Value", "What it is"))
-            ]
-            self._known = BoardTable("peer-facts", columns, rows_a_page=0)
-        with card("What happened at it"):
-            self._events = _events_table("peer-events", 15)
+        headings = enumerate(("Fact", "Value", "What it is"))
+        columns = [Column(heading, TEXT, itemgetter(place)) for place, heading in headings]
+        with block("b-page-part") as self._told_of:
+            self._trends = Trends("chart-peer")
+            with card("What is known of it"):
+                self._known = BoardTable("peer-facts", columns, rows_a_page=0, on_phone=("Fact", "Value"))
+            with card("What happened at it"):
+                self._events = _events_table("peer-events", 15)
 
     def refresh(self, facts: SwarmFacts) -> None:
         peer = next((peer for peer in facts.peers if peer.peer == self._peer), None)
@@ -354,11 +353,13 @@ class PeerPage(Page):
 
     def redraw(self, facts: SwarmFacts) -> None:
         history = self.frame.history
-        for peer in facts.peers:
-            if peer.peer == self._peer:
-                self._trends.set(self.frame, history.series(peer.peer, *self.frame.span(facts)))
-                self._known.set(fact_rows(peer))
-        self._events.set(history.happenings(MAX_LINES, self._peer))
+        known = [peer for peer in facts.peers if peer.peer == self._peer]
+        happened = history.happenings(MAX_LINES, self._peer)
+        self._told_of.set_visibility(bool(known or happened))
+        self._trends.set(self.frame, history.series(self._peer, *self.frame.span(facts)))
+        for peer in known:
+            self._known.set(fact_rows(peer))
+        self._events.set(happened)
 
 
 def fact_rows(peer: PeerFacts) -> list[tuple[str, str, str]]:
@@ -370,8 +371,8 @@ def fact_rows(peer: PeerFacts) -> list[tuple[str, str, str]]:
             continue
         if name.endswith("_at"):
             value = date(value)
-        elif isinstance(value, float | None):
-            value = figure(value, 3)
+        elif isinstance(value, float | int | None):
+            value = figure(value, 3 if isinstance(value, float) else 0)
         elif isinstance(value, dict):
             value = ", ".join(f"{plain(key, 40)}: {times}" for key, times in list(value.items())[:6])
         elif isinstance(value, tuple):

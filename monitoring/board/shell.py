@@ -109,12 +109,11 @@ def block(classes: str, kind: str = "div") -> Element:
 
 
 class Tiles:
-    """A row of figures, each with caption, unit and a line below. ``classes``: "five" for as many in a
-    row."""
+    """Rows of four figures, or one of five, each with caption, unit and a line below."""
 
-    def __init__(self, told: Told, classes: str = "four") -> None:
+    def __init__(self, told: Told) -> None:
         self._lines: dict[str, tuple[TextElement, TextElement, TextElement]] = {}
-        with block(f"b-tiles {classes}") if told else contextlib.nullcontext():
+        with block(f"b-tiles {'five' if len(told) == 5 else 'four'}") if told else contextlib.nullcontext():
             for test_id, (words, *_) in told.items():
                 with block("b-tile"):
                     caption("b-cap", words)

@@ -115,11 +115,10 @@ class RunWatch(ConsoleWatch):
             self._board.close()
 
     def _of_lines(self) -> dict[str, Any]:
-        profiles = {line.peer: line.profile for line in self._lines}
-        since = self._steady.since() or 0.0
+        profiles = [line.profile for line in self._lines]
         return {
             "emulation": self._emulation,
             "lines": {line.peer: asdict(line.profile) for line in self._lines},
             "steady": self._steady.figures(),
-            "exchanges": exchange_figures(self.view, (), profiles, since),
+            "exchanges": exchange_figures(self.view, profiles, self._steady.since() or 0.0),
         }

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.ticket import Ticket
-from peers.doctor.findings import Diagnosis, Finding, Outcome, State, line_of
+from peers.doctor.findings import Diagnosis, Finding, Grade, NetworkLook, line_of
 from peers.doctor.machine import look_at_machine, look_at_needs
 
 
@@ -34,8 +34,8 @@ def run_doctor(
 
     for finding in look_at_machine(config):
         tell(finding)
-    outcome = Outcome()
-    if not any(f.name in {"torch", "platform"} and f.state == State.CANNOT for f in findings):
+    outcome = NetworkLook()
+    if not any(f.name in {"torch", "platform"} and f.state == Grade.CANNOT for f in findings):
         from peers.doctor.network import look_at_network
 
         outcome = asyncio.run(look_at_network(ticket, config, tell))

@@ -15,7 +15,7 @@ from p2p_co2.config import RunConfig
 NOTHING_TO_DO = "nothing to do"
 
 
-class State(StrEnum):
+class Grade(StrEnum):
     """``limited``: works, with less. ``cannot``: does not work at all."""
 
     OK = "ok"
@@ -24,7 +24,7 @@ class State(StrEnum):
     UNKNOWN = "unknown"
 
 
-class Role(StrEnum):
+class PeerRole(StrEnum):
     """How this peer will meet the others."""
 
     DIRECT = "direct: others can dial this peer"
@@ -38,7 +38,7 @@ class Finding:
     """``measured``: what is so, in words with units. ``advice``: one line, what to do about it."""
 
     name: str
-    state: State
+    state: Grade
     measured: str
     advice: str = NOTHING_TO_DO
 
@@ -53,7 +53,7 @@ class MeasuredLink:
 
 
 @dataclass
-class Outcome:
+class NetworkLook:
     """What a look at the network found beside its findings. ``run``: the swarm's, None if nobody told.
     ``peers``: how many there are. ``is_reachable``: whether a seed could dial us; None if none was asked."""
 
@@ -68,25 +68,25 @@ class Diagnosis:
     """``asked``: whether a ticket was given."""
 
     findings: Sequence[Finding]
-    outcome: Outcome
+    outcome: NetworkLook
     asked: bool
 
     @property
     def exit_status(self) -> int:
         """0: all well; 1: works with limits, or nobody knows; 2: cannot work."""
         states = {finding.state for finding in self.findings}
-        if State.CANNOT in states:
+        if Grade.CANNOT in states:
             return 2
-        is_unsure = self.asked and (State.UNKNOWN in states or not self.outcome.is_reachable)
-        return int(State.LIMITED in states or is_unsure)
+        is_unsure = self.asked and (Grade.UNKNOWN in states or not self.outcome.is_reachable)
+        return int(Grade.LIMITED in states or is_unsure)
 
     @property
-    def role(self) -> Role:
+    def role(self) -> PeerRole:
         if self.exit_status == 2:
-            return Role.NONE
+            return PeerRole.NONE
         if not self.asked:
-            return Role.UNKNOWN
-        return Role.DIRECT if self.outcome.is_reachable else Role.DIAL_OUT
+            return PeerRole.UNKNOWN
+        return PeerRole.DIRECT if self.outcome.is_reachable else PeerRole.DIAL_OUT
 
     def table(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -101,7 +101,7 @@ class Diagnosis:
 def line_of(finding: Finding) -> str:
     """A finding for a reader: one line, and a second one with the advice if there is something to do."""
     text = f"{finding.state:<8} {finding.name:<16} {_plain(finding.measured)}"
-    is_all = finding.state == State.OK or finding.advice == NOTHING_TO_DO
+    is_all = finding.state == Grade.OK or finding.advice == NOTHING_TO_DO
     return text if is_all else f"{text}\n{'':8} {'':16} -> {_plain(finding.advice)}"
 
 

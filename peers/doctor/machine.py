@@ -26,7 +26,7 @@ from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.system.accelerators import Gpus, Maker, gpus_here
 from p2p_co2.system.machine import available_memory_bytes, cpu_quota, field_of
 from p2p_co2.system.process import OUR_PACKAGES, require_supported_platform
-from peers.doctor.findings import Finding, MeasuredLink, State
+from peers.doctor.findings import Finding, Grade, MeasuredLink
 
 BASE_BYTES = 450e6
 """What a peer holds before its model: torch, the network libraries, their threads (measured: 530 MB with a
@@ -44,10 +44,10 @@ def look_at_machine(config: PeerConfig, root: Path = Path("/")) -> Iterator[Find
     yield check_platform()
     if names := names_of_others():
         advice = "install p2p-co2 in an environment of its own"
-        yield Finding("packages", State.LIMITED, f"files of ours may be those of {', '.join(names)}", advice)
+        yield Finding("packages", Grade.LIMITED, f"files of ours may be those of {', '.join(names)}", advice)
     torch = check_torch()
     yield torch
-    if torch.state == State.OK:
+    if torch.state == Grade.OK:
         device = check_device(config.device)
         yield device
         from p2p_co2.tensors.codec import passes
@@ -69,8 +69,8 @@ def check_platform() -> Finding:
     try:
         require_supported_platform()
     except EnvironmentFault as error:
-        return Finding("platform", State.CANNOT, here, str(error))
-    return Finding("platform", State.OK, here)
+        return Finding("platform", Grade.CANNOT, here, str(error))
+    return Finding("platform", Grade.OK, here)
 
 
 def names_of_others() -> list[str]:
@@ -88,11 +88,11 @@ def check_torch() -> Finding:
     except (ImportError, OSError, RuntimeError) as error:
         words = f"cannot be imported: {str(error).partition(chr(10))[0][:200]}"
         advice = "install it again: pip install --force-reinstall torch"
-        return Finding("torch", State.CANNOT, words, advice)
+        return Finding("torch", Grade.CANNOT, words, advice)
     parts = version.partition("+")[0].split(".")
     if tuple(int(part) for part in parts[:2] if part.isdigit()) >= (2, 6):
-        return Finding("torch", State.OK, version)
-    return Finding("torch", State.CANNOT, version, "2.6 or later is needed: pip install --upgrade torch")
+        return Finding("torch", Grade.OK, version)
+    return Finding("torch", Grade.CANNOT, version, "2.6 or later is needed: pip install --upgrade torch")
 
 
 def check_device(wanted: str) -> Finding:
@@ -104,16 +104,16 @@ def check_device(wanted: str) -> Finding:
         device = training_device(wanted)
     except ConfigError as error:
         words, _, advice = error.problem.partition("; ")
-        return Finding("device", State.CANNOT, words, advice)
+        return Finding("device", Grade.CANNOT, words, advice)
     if device.name == "cpu":
         processor = field_of("/proc/cpuinfo", "model name") or platform.machine()
-        return Finding("device", State.OK, f"{device.words}, {processor}")
+        return Finding("device", Grade.OK, f"{device.words}, {processor}")
     free_bytes, total_bytes = memory_bytes(device.name)
     words = f"{device.words}, {free_bytes / 2**30:.1f} GB free"
     if free_bytes < total_bytes / 2:
         advice = "another program uses most of its memory; end that first"
-        return Finding("device", State.LIMITED, words, advice)
-    return Finding("device", State.OK, words)
+        return Finding("device", Grade.LIMITED, words, advice)
+    return Finding("device", Grade.OK, words)
 
 
 def check_gpus(
@@ -123,11 +123,11 @@ def check_gpus(
     to. ``version``, ``built_for``: of torch."""
     names = " and ".join(gpus.words for gpus in there) or "none"
     if not there or used != "cpu":
-        return Finding("gpu", State.OK, names)
+        return Finding("gpu", Grade.OK, names)
     if wanted == "cpu":
-        return Finding("gpu", State.OK, f"{names}, not asked for")
+        return Finding("gpu", Grade.OK, f"{names}, not asked for")
     why, advice = _why_unused({gpus.maker for gpus in there if gpus.has_driver}, version, built_for)
-    return Finding("gpu", State.LIMITED, f"{names}, not used: {why}", advice)
+    return Finding("gpu", Grade.LIMITED, f"{names}, not used: {why}", advice)
 
 
 def _why_unused(makers: Set[Maker], version: str, built_for: Maker | None) -> tuple[str, str]:
@@ -152,10 +152,10 @@ def check_kernels(built: bool, runs: bool) -> Finding:
     """What the codecs have to compute with. ``built``: at installation; ``runs``: this processor can run it.
     Without it torch's operations give the same values."""
     if runs:
-        return Finding("kernels", State.OK, "compiled")
+        return Finding("kernels", Grade.OK, "compiled")
     why = "compiled, and this processor has no AVX2 or no F16C" if built else "no C compiler at installation"
     advice = "install gcc and then p2p-co2 again: encoding and averaging are slower without, training is not"
-    return Finding("kernels", State.LIMITED, why, advice)
+    return Finding("kernels", Grade.LIMITED, why, advice)
 
 
 def check_threads(wanted: int, cores: int, quota: float) -> Finding:
@@ -166,19 +166,19 @@ def check_threads(wanted: int, cores: int, quota: float) -> Finding:
     words += f", a quota of {quota:g}" if quota < cores else ""
     if (wanted or cores) > usable:
         advice = f"give --threads {max(1, int(usable))}: more than that wait for each other"
-        return Finding("threads", State.LIMITED, words, advice)
+        return Finding("threads", Grade.LIMITED, words, advice)
     if usable < 2:
-        return Finding("threads", State.LIMITED, words, "the exchange shares the one core with training")
-    return Finding("threads", State.OK, words)
+        return Finding("threads", Grade.LIMITED, words, "the exchange shares the one core with training")
+    return Finding("threads", Grade.OK, words)
 
 
 def check_memory(available_bytes: float, needed_bytes: float, name: str = "memory") -> Finding:
     words = f"{gigabytes(available_bytes)} available, about {gigabytes(needed_bytes)} needed"
     if available_bytes < needed_bytes:
-        return Finding(name, State.CANNOT, words, "end other programs, or take a machine with more memory")
+        return Finding(name, Grade.CANNOT, words, "end other programs, or take a machine with more memory")
     if available_bytes < 1.5 * needed_bytes:
-        return Finding(name, State.LIMITED, words, "end other programs: a peer that has to swap stands still")
-    return Finding(name, State.OK, words)
+        return Finding(name, Grade.LIMITED, words, "end other programs: a peer that has to swap stands still")
+    return Finding(name, Grade.OK, words)
 
 
 def check_disk(folder: Path, needed_bytes: float, name: str = "disk") -> Finding:
@@ -197,19 +197,19 @@ def check_disk(folder: Path, needed_bytes: float, name: str = "disk") -> Finding
     except OSError as error:
         is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
         advice = f"{'free some space, or ' if is_full else ''}name another folder with --folder"
-        return Finding(name, State.CANNOT, f"{place}: {error.strerror}", advice)
+        return Finding(name, Grade.CANNOT, f"{place}: {error.strerror}", advice)
     words = f"{gigabytes(free_bytes)} free in {place}, about {gigabytes(needed_bytes)} needed"
     if free_bytes < needed_bytes:
         advice = "free some space or name another --folder: checkpoints will fail, training goes on"
-        return Finding(name, State.LIMITED, words, advice)
-    return Finding(name, State.OK, words)
+        return Finding(name, Grade.LIMITED, words, advice)
+    return Finding(name, Grade.OK, words)
 
 
 def check_files(soft: int) -> Finding:
     """Of the limit of open files: a peer has about 40 at rest, and some four for each link."""
     if soft == resource.RLIM_INFINITY or soft >= 1024:
-        return Finding("open files", State.OK, f"limit {soft}")
-    state = State.CANNOT if soft < 128 else State.LIMITED
+        return Finding("open files", Grade.OK, f"limit {soft}")
+    state = Grade.CANNOT if soft < 128 else Grade.LIMITED
     return Finding("open files", state, f"limit {soft}", "raise the limit in this shell: ulimit -n 4096")
 
 
@@ -222,9 +222,9 @@ def check_ports(config: PeerConfig) -> Finding:
         if problem := cannot_listen(config.host, port):
             where = f"{config.host} port {port}" if port else config.host
             fix = f"{option}, or end the program that has it" if port else "--host"
-            return Finding("ports", State.CANNOT, f"{where}: {problem}", f"choose another {fix}")
+            return Finding("ports", Grade.CANNOT, f"{where}: {problem}", f"choose another {fix}")
     ports = dict.fromkeys(str(port) if port else "any free one" for _, port in asked)
-    return Finding("ports", State.OK, f"{config.host}, {' and '.join(ports)}")
+    return Finding("ports", Grade.OK, f"{config.host}, {' and '.join(ports)}")
 
 
 def cannot_listen(host: str, port: int) -> str:
@@ -264,7 +264,7 @@ def look_at_needs(run: RunConfig, config: PeerConfig, peers: int, link: Measured
     try:
         parameters = parameters_of(run)
     except ConfigError as error:
-        yield Finding("this run", State.CANNOT, str(error), "tell the organiser")
+        yield Finding("this run", Grade.CANNOT, str(error), "tell the organiser")
         return
     if parameters is None:
         whose = f"own recipe {run.recipe}"
@@ -272,7 +272,7 @@ def look_at_needs(run: RunConfig, config: PeerConfig, peers: int, link: Measured
         if run.recipe == OWN_LOOP:
             whose = "trained by a program of its own"
             advice = "ask the organiser for these: p2p-co2 plan RUN.toml --parameters N --step-s S"
-        yield Finding("this run", State.UNKNOWN, f"{whose}: size not known", advice)
+        yield Finding("this run", Grade.UNKNOWN, f"{whose}: size not known", advice)
         return
     line = LinkFigures(
         up_bytes_per_s=link.up_bytes_per_s or 1.0,
@@ -294,5 +294,5 @@ def check_link(floor_s: float, round_s: float) -> Finding:
     words = f"an exchange takes {floor_s:.3g} s of this link, a round is {round_s:g} s"
     if floor_s > 0.8 * round_s:
         advice = "answers will be stale: use a cable, not Wi-Fi, and spare the link, or a longer round"
-        return Finding("run's link", State.LIMITED, words, advice)
-    return Finding("run's link", State.OK, words)
+        return Finding("run's link", Grade.LIMITED, words, advice)
+    return Finding("run's link", Grade.OK, words)

@@ -34,7 +34,7 @@ from p2p_co2.peer_options import listening
 from p2p_co2.ticket import Ticket, by_peer
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import PeerRecord
-from peers.doctor.findings import Finding, MeasuredLink, Outcome, State
+from peers.doctor.findings import Finding, Grade, MeasuredLink, NetworkLook
 from peers.doctor.machine import cannot_listen
 
 NETWORK_S = 22.0
@@ -78,26 +78,26 @@ class Target:
             self.trouble = str(error) or "did not answer in time"
 
 
-async def look_at_network(ticket: Ticket | None, config: PeerConfig, tell: Tell) -> Outcome:
+async def look_at_network(ticket: Ticket | None, config: PeerConfig, tell: Tell) -> NetworkLook:
     """All stages; findings go to ``tell`` as they come. Without a ticket there is nobody to ask. Never raises
     for what the network does."""
-    outcome = Outcome()
+    outcome = NetworkLook()
     try:
         async with AsyncExitStack() as stack, asyncio.timeout(NETWORK_S):
             await _stages(ticket, listening(config, ticket), tell, outcome, stack)
     except TimeoutError:
         advice = "try again; if it stays so, this machine or its network is overloaded"
-        tell(Finding("network", State.UNKNOWN, f"not all done within {NETWORK_S:.0f} s", advice))
+        tell(Finding("network", Grade.UNKNOWN, f"not all done within {NETWORK_S:.0f} s", advice))
     return outcome
 
 
 async def _stages(
-    ticket: Ticket | None, config: PeerConfig, tell: Tell, outcome: Outcome, stack: AsyncExitStack
+    ticket: Ticket | None, config: PeerConfig, tell: Tell, outcome: NetworkLook, stack: AsyncExitStack
 ) -> None:
     started = await _daemon(config, tell, stack)
     if ticket is None:
         for name in ("seeds", *AFTER_SEEDS):
-            tell(Finding(name, State.UNKNOWN, "no ticket, nobody to ask"))
+            tell(Finding(name, Grade.UNKNOWN, "no ticket, nobody to ask"))
     if started is None or ticket is None:
         return
     p2p, identity = started
@@ -119,10 +119,10 @@ async def _stages(
     answering = [target for target in (*seeds, *peers) if target.looks]
     if not answering:
         for name in AFTER_SEEDS:
-            tell(Finding(name, State.UNKNOWN, "nobody answered who could be asked", "see seeds"))
+            tell(Finding(name, Grade.UNKNOWN, "nobody answered who could be asked", "see seeds"))
         return
     clock = judge_clock([target.best.offset_s for target in answering])
-    tell(Finding("clock", State[clock.state.upper()], clock.measured, clock.advice))
+    tell(Finding("clock", Grade[clock.state.upper()], clock.measured, clock.advice))
     tell(nat_finding([target.best.observed for target in answering if target.best.observed], config))
     finding, outcome.is_reachable = await look_at_reachability(p2p, answering, config)
     tell(finding)
@@ -141,15 +141,15 @@ async def _daemon(config: PeerConfig, tell: Tell, stack: AsyncExitStack) -> tupl
             folder / "identity", config.host, port, relay=False, upnp=config.upnp, startup_timeout_s=STARTUP_S
         )
     except (EnvironmentFault, ConfigError) as error:
-        tell(Finding("libp2p daemon", State.CANNOT, "does not start", str(error)))
+        tell(Finding("libp2p daemon", Grade.CANNOT, "does not start", str(error)))
         return None
     stack.push_async_callback(stop_p2p, p2p)
-    tell(Finding("libp2p daemon", State.OK, f"starts in {time.monotonic() - began_at:.1f} s"))
+    tell(Finding("libp2p daemon", Grade.OK, f"starts in {time.monotonic() - began_at:.1f} s"))
     return p2p, identity
 
 
 async def _meet(
-    ticket: Ticket, discovery: Discovery, seeds: Sequence[Target], outcome: Outcome
+    ticket: Ticket, discovery: Discovery, seeds: Sequence[Target], outcome: NetworkLook
 ) -> tuple[Finding, list[PeerRecord]]:
     """Join the DHT, read the settings, find peers."""
     try:
@@ -159,15 +159,15 @@ async def _meet(
         records = await discovery.find_peers()
     except P2PCo2Error as error:
         advice = "ask the organiser whether a seed of this run is up, and check this machine's network"
-        return Finding("seeds", State.CANNOT, str(error)[:300], advice), []
+        return Finding("seeds", Grade.CANNOT, str(error)[:300], advice), []
     outcome.peers = len(records)
     lost = [f"{seed.name}: {seed.trouble}" for seed in seeds if not seed.looks]
     words = f"{len(seeds) - len(lost)} of {len(seeds)} answer; "
     words += f'run "{outcome.run.name}", recipe {outcome.run.recipe}'
     if not lost:
-        return Finding("seeds", State.OK, words), records
+        return Finding("seeds", Grade.OK, words), records
     advice = "tell the organiser; those that answer are enough"
-    return Finding("seeds", State.LIMITED, f"{words} ({'; '.join(lost)[:200]})", advice), records
+    return Finding("seeds", Grade.LIMITED, f"{words} ({'; '.join(lost)[:200]})", advice), records
 
 
 # ---- what stands between: after STUN's behaviour discovery (RFC 5780), over the connections there are anyway
@@ -177,10 +177,10 @@ def nat_finding(seen: Sequence[Place], config: PeerConfig) -> Finding:
     """By the places at which observers see our daemon, which dials all of them from its own port. Seen alike
     by two is a mapping that hole punching can use, seen differently it is not; one alone cannot tell."""
     if not seen:
-        return Finding("nat", State.UNKNOWN, "unknown", "nobody saw this machine directly: see reachability")
+        return Finding("nat", Grade.UNKNOWN, "unknown", "nobody saw this machine directly: see reachability")
     where = f"seen at {seen[0][0]}"
     if any(not cannot_listen(address, 0) for address, _ in seen):  # it is this machine's
-        return Finding("nat", State.OK, f"none, {where}")
+        return Finding("nat", Grade.OK, f"none, {where}")
     if len(seen) == 1:
         kind = "some, of unknown kind"
         how = "a second seed could tell which"
@@ -191,7 +191,7 @@ def nat_finding(seen: Sequence[Place], config: PeerConfig) -> Finding:
         kind = "a mapping of its own for each destination (symmetric)"
         how = "hole punching does not work through it, others meet this peer by relays"
     forward = f"to be dialled, let the router forward {ports_in_words(config)} to this machine"
-    return Finding("nat", State.LIMITED, f"{kind}, {where}", f"{how}; {forward}")
+    return Finding("nat", Grade.LIMITED, f"{kind}, {where}", f"{how}; {forward}")
 
 
 def ports_in_words(config: PeerConfig) -> str:
@@ -213,7 +213,7 @@ async def look_at_reachability(
     says whether one of them was reached; None if that could not be found out."""
     seed = next((target for target in answering if target.best.observed), None)
     if seed is None:
-        return Finding("reachability", State.LIMITED, "met through a relay only", "see nat"), False
+        return Finding("reachability", Grade.LIMITED, "met through a relay only", "see nat"), False
     reached: dict[str, bool] = {}
     try:
         async with seed.prober() as prober:
@@ -223,18 +223,18 @@ async def look_at_reachability(
                 port, answer = await _dial_back_to_listener(prober, config)
                 reached[f"grpc port {port}"] = answer
     except (TransportError, EnvironmentFault) as error:
-        finding = Finding("reachability", State.UNKNOWN, f"{seed.name}: {error}", "try again in a minute")
+        finding = Finding("reachability", Grade.UNKNOWN, f"{seed.name}: {error}", "try again in a minute")
         return finding, any(reached.values()) or None
     words = ", ".join(f"{name} {'reached' if did else 'not reached'}" for name, did in reached.items())
     words = f"by {seed.name}: {words or 'no port to try'}"
     if reached and all(reached.values()):
-        return Finding("reachability", State.OK, words), True
+        return Finding("reachability", Grade.OK, words), True
     if config.host.startswith("127.") or config.host == "::1":
         advice = "this peer listens on this machine alone: give --host 0.0.0.0"
     else:
         ports = ports_in_words(config)
         advice = f"let the router forward, and the firewall pass, {ports}; it works without, more slowly"
-    return Finding("reachability", State.LIMITED, words, advice), any(reached.values())
+    return Finding("reachability", Grade.LIMITED, words, advice), any(reached.values())
 
 
 async def _daemon_ports(p2p: P2P, observed: Place | None) -> list[int]:
@@ -315,12 +315,12 @@ def rate_finding(name: str, known: Mapping[str, Passed], troubles: Sequence[str]
     total = together(known.values())
     if total is None:
         words = "; ".join(troubles)[:200] or "nobody to measure with"
-        return Finding(name, State.UNKNOWN, words, "try again in a minute")
+        return Finding(name, Grade.UNKNOWN, words, "try again in a minute")
     words = f"{8e-6 * total:.3g} Mbit/s"
     if len(known) > 1:
         each = (f"{8e-6 * passed.bytes_per_s:.3g} with {who}" for who, passed in known.items())
         words += f" ({', '.join(each)})"
     if total < 125_000:
         advice = "answers will be stale: spare this link, use a cable and not Wi-Fi"
-        return Finding(name, State.LIMITED, words, advice)
-    return Finding(name, State.OK, words)
+        return Finding(name, Grade.LIMITED, words, advice)
+    return Finding(name, Grade.OK, words)
