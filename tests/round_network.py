@@ -56,7 +56,7 @@ def forged_commit(
         key=RoundKey(fragment=0, round=round_, attempt=attempt), run=run, state_digest=digest,
         coordinator=identity.peer_id, live=len(members),
     )  # fmt: skip
-    outcome.members.extend(Member(peer=name, weight=1.0) for name in sorted(members))
+    outcome.members.extend(Member(peer=name, weight=1.0, offer_id=bytes(8)) for name in sorted(members))
     part = outcome.parts.add(start_block=0, stop_block=blocks, digest=hashlib.sha256(b"a lie").digest())
     part.contributors.extend(Contributor(peer=name, weight=1.0) for name in sorted(members))
     return certify(outcome, identity)

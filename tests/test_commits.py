@@ -301,7 +301,7 @@ def decision_of(members: list[PeerId]) -> Decision:
         coordinator=COORDINATOR.peer_id,
         live=len(members),
         state_digest=START,
-        members=[Member(peer=peer, weight=1.0, base_version=4) for peer in members],
+        members=[Member(peer=peer, weight=1.0, base_version=4, offer_id=bytes(8)) for peer in members],
         parts=[
             PartOutcome(
                 start_block=0,

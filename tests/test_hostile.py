@@ -68,7 +68,7 @@ def offences(me: PeerId, identity: Identity) -> dict[str, Callable[[], bytes]]:
     """Reason under which it must be counted -> the bytes of the message."""
     key = RoundKey(fragment=0, round=10**6, attempt=bytes(16))
     old = RoundKey(fragment=0, round=1, attempt=bytes(16))
-    ready = Ready(fragment=0, round=1, state_digest=bytes(32), weight=1.0)
+    ready = Ready(fragment=0, round=1, state_digest=bytes(32), weight=1.0, offer_id=bytes(8))
 
     def forged() -> bytes:
         outcome = Outcome(
@@ -77,7 +77,7 @@ def offences(me: PeerId, identity: Identity) -> dict[str, Callable[[], bytes]]:
             coordinator=me,
             live=1,
             state_digest=bytes(32),
-            members=[Member(peer=me, weight=1.0)],
+            members=[Member(peer=me, weight=1.0, offer_id=bytes(8))],
             parts=[
                 PartOutcome(stop_block=73, digest=bytes(32), contributors=[Contributor(peer=me, weight=1.0)])
             ],
@@ -109,7 +109,7 @@ def offences(me: PeerId, identity: Identity) -> dict[str, Callable[[], bytes]]:
         "begin: nobody asked": lambda: envelope(
             begin=Begin(
                 key=key,
-                members=[Member(peer=me, weight=1.0, base_version=1)],
+                members=[Member(peer=me, weight=1.0, offer_id=bytes(8), base_version=1)],
                 parts=[PartSpec(owner=me, stop_block=73)],
                 state_digest=bytes(32),
                 parts_within_s=1.0,
@@ -117,7 +117,9 @@ def offences(me: PeerId, identity: Identity) -> dict[str, Callable[[], bytes]]:
             )
         ),
         "begin: parts that do not cover": lambda: envelope(
-            begin=Begin(key=key, members=[Member(peer=me, weight=1.0)], parts=[], state_digest=bytes(32))
+            begin=Begin(
+                key=key, members=[Member(peer=me, weight=1.0, offer_id=bytes(8))], state_digest=bytes(32)
+            )
         ),
         "part: larger than allowed": lambda: envelope(
             part=Part(key=key, total=1 << 60, data=bytes(MAX_DATA_BYTES + 1))

@@ -25,7 +25,9 @@ def machine_with(views: dict[PeerId, PeerView]) -> Rounds:
 
 
 def ready(weight: float = 2.0, last: bool = False) -> wire.Ready:
-    return wire.Ready(fragment=0, round=1, base_version=0, state_digest=DIGEST, weight=weight, last=last)
+    return wire.Ready(
+        fragment=0, round=1, state_digest=DIGEST, weight=weight, last=last, offer_id=bytes(8)
+    )  # fmt: skip
 
 
 def groups(machine: Rounds) -> list[tuple[PeerId, ...]]:
@@ -105,7 +107,7 @@ def test_so_does_one_that_is_only_known_from_the_donor_that_gave_its_mean() -> N
     for part in parts:
         del part.contributors[:], part.missed[:]
         part.contributors.extend(wire.Contributor(peer=name, weight=1.5) for name in everybody)
-    members = [wire.Member(peer=name, weight=1.5, offer_id=bytes(8)) for name in everybody]
+    members = [wire.Member(peer=name, weight=1.5, offer_id=b"another ") for name in everybody]
     machine.replayed(signed(1, members=members, parts=parts))  # what it had offered before, and less
     assert drain(machine) == [Doubted(0)]
     alone = one_machine(1, 2)

@@ -106,7 +106,7 @@ def test_what_a_round_may_take_is_reckoned_for_nobody_who_was_not_asked(
     with pytest.raises(RemoteProtocolError, match="not asked"):
         machine.receive(begin, other, 0.5)
     del begin.members[:], begin.parts[:]
-    begin.members.add(peer=other, weight=1.0)
+    begin.members.add(peer=other, weight=1.0, offer_id=bytes(8))
     begin.parts.add(owner=other, start_block=0, stop_block=16)
     begin.live = 1
     seal_begin(begin, other)

@@ -90,7 +90,7 @@ def test_which_mean_is_refused(
         4, 4.0,
     )  # fmt: skip
     swarm, outlet = Swarm(peers[0], SHAPE), Outlet(peers[0])
-    offer = Offer(0, 1, 0, bytes(32), bytes(128), 1.0)
+    offer = Offer(0, 1, 0, bytes(32), bytes(128), 1.0, offer_id=bytes(8))
     seals = Seals(Signer(IDENTITIES[0], RUN), attempt)
     exchange = Exchange(offer, attempt, swarm, outlet, seals=seals, observed=Durations(), now=0.0)
     for part, owner in enumerate(peers[1:], 1):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.pipeline.routes import Rates, shares
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.wire.identity import PeerId
@@ -100,7 +100,7 @@ class Neighbours:
         if said.stage != (self._stage - 1 if peer.is_before else self._stage + 1):
             return False
         if not math.isfinite(said.tokens_per_s) or said.tokens_per_s < 0:
-            raise RemoteProtocolError("out of range", f"{said.tokens_per_s} tokens a second")
+            raise RemoteProtocolError(Offence.IMPOSSIBLE_RATE, f"{said.tokens_per_s} tokens a second")
         peer.rate = said.tokens_per_s
         is_new = said.meeting != peer.theirs
         was_met = peer.theirs != 0
