@@ -189,7 +189,7 @@ async def test_a_ledger_that_adopts_is_told_who_is_in_the_round_after_its_state(
         place.rounds.set_state(0, 4, THEIRS)
     place.rounds.receive(decision_of(MEMBERS), COORDINATOR.peer_id, 2.0)
     await place.outer.adopt(0, b"", AgreedVersion(9, bytes(32)))
-    weights = PartWeights(0, 4, dict.fromkeys(MEMBERS, 1.0))
+    weights = PartWeights(0, 4, dict.fromkeys(MEMBERS, 1.0), dict.fromkeys(MEMBERS, bytes(8)))
     assert place.ledger.adopted == [(weights,) if is_ours else None]
 
 
