@@ -209,7 +209,7 @@ class Network:
     def _view(self, name: PeerId) -> PeerView:
         states = self.peers[name].states
         versions, peer = tuple(states[f][0] for f in range(len(states))), self.peers[name].machine
-        return PeerView(self.uploads[name], True, versions, counted=peer.has_worked(name))
+        return PeerView(self.uploads[name], True, versions, counted=peer.swarm.voters.has_worked(name))
 
     def mislead(self, name: PeerId, share: float) -> None:
         """Membership of one peer wrongly drops a share of the others."""

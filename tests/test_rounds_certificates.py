@@ -35,7 +35,8 @@ def outcome_of(round_: int = 1, live: int = 3, **change: Any) -> wire.Outcome:
         "key": wire.RoundKey(fragment=0, round=round_, attempt=b"a" * 16), "run": RUN, "live": live,
         "coordinator": IDS[0].peer_id, "state_digest": DIGEST,
         "members": [
-            wire.Member(peer=one.peer_id, weight=2.0, base_version=round_ - 1, offer_id=bytes(8)) for one in IDS
+            wire.Member(peer=one.peer_id, weight=2.0, base_version=round_ - 1, offer_id=bytes(8))
+            for one in IDS
         ],
         "parts": [
             wire.PartOutcome(
@@ -128,7 +129,7 @@ def whole(machine: Rounds, begin: wire.Begin, coordinator: PeerId, other: PeerId
 
 
 def outcome_signed(machine: Rounds) -> bytes:
-    member = machine._fragments[0].member
+    member = machine._fragments[0].mine.member
     assert member is not None
     assert isinstance(member.state, Signed)
     return member.state.outcome

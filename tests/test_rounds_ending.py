@@ -61,8 +61,8 @@ def test_who_trains_last_makes_a_round_alone_only_beside_one_other_that_has_not_
     machine = machine_with(views)
     for peer in (OTHER, THIRD)[:passed_over]:
         for at in (0.4, 0.5):
-            machine._swarm.repute.failed(peer, 0, "it was too late", at)
-        assert machine._swarm.repute.is_passed_over(peer, 0, 1.0)
+            machine.swarm.repute.failed(peer, 0, "it was too late", at)
+        assert machine.swarm.repute.is_passed_over(peer, 0, 1.0)
     machine.offer(offer_of(), 1.0)
     if not refusal:
         assert groups(machine) == [(ME,)]

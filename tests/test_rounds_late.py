@@ -101,7 +101,7 @@ def test_who_missed_a_round_is_not_ready_just_after_the_others_have_begun_for_go
 def test_who_is_ready_just_after_begin_counts_as_punctual() -> None:
     net = Network(5, shape=PayloadShape(8, (1 << 15,)))
     *others, late = coordination_order(net.names, 0, 1)
-    readies = net.peers[others[0]].machine._swarm.readies
+    readies = net.peers[others[0]].machine.swarm.readies
     for number in range(MISSES):
         readies.missed(late, number)
     for name in others:

@@ -71,11 +71,11 @@ class Node(Shell):
         chunk_bytes = shape.chunk_bytes or chunk_bytes_of(state_bytes)
         sizes = TransferSizes(shape.mean_bytes, tuple(state_bytes), chunk_bytes, shape.scale)
         self.catchup = CatchUp(identity, group, sizes, self.rounds.is_everywhere)
-        self.rounds.when_begun(self.catchup.donor.history.shrink)
+        self.rounds.outlet.on_begun = self.catchup.donor.history.shrink
         # what follows from their events
         self.state = PeerState(me, agreed, past)
-        self.state.has_worked = self.rounds.has_worked
-        self.state.counts = self.rounds.counts
+        self.state.has_worked = self.rounds.swarm.voters.has_worked
+        self.state.counts = self.rounds.swarm.voters.counts
         for fragment, version in enumerate(agreed):
             self.catchup.donor.moved(fragment, version.version)
         self.state.when_moved(lambda fragment, version: self.catchup.donor.moved(fragment, version.version))
@@ -109,7 +109,7 @@ class Node(Shell):
     # ---- the shell's questions
 
     def has_worked(self, peer: PeerId) -> bool:
-        return self.rounds.has_worked(peer)
+        return self.rounds.swarm.voters.has_worked(peer)
 
     def _works(self) -> Sequence[Coroutine[Any, Any, None]]:
         daemon = [self._watch_daemon()] if self.environment.is_first else []

@@ -23,7 +23,7 @@ from p2p_co2.protocol.rounds.deadline import (
 )
 from p2p_co2.protocol.rounds.parts import Division, Rates, divide
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, named
+from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView, named
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import Begin, Behind, Member, PartSpec, Ready, RoundKey, Waiting
@@ -38,7 +38,7 @@ class Roster:
     done. Of newcomers a group takes so many that its ``voters`` are a quorum without them.
     """
 
-    def __init__(self, fragment: int, round_: int, swarm: Swarm) -> None:
+    def __init__(self, fragment: int, round_: int, swarm: SwarmView) -> None:
         self.fragment = fragment
         self.round = round_
         self.readies: dict[PeerId, Ready] = {}
@@ -175,7 +175,14 @@ class Gathering:
     waited for, as past rounds suggest; ``in_time_until``: who comes by then is worth waiting for."""
 
     def __init__(
-        self, roster: Roster, swarm: Swarm, outlet: Outlet, *, cadence: Cadence, adaptive_s: float, now: float
+        self,
+        roster: Roster,
+        swarm: SwarmView,
+        outlet: Outlet,
+        *,
+        cadence: Cadence,
+        adaptive_s: float,
+        now: float,
     ) -> None:
         self.roster = roster
         self._swarm = swarm
@@ -352,7 +359,9 @@ class Gathering:
             self._outlet.send(peer, behind_message(fragment, round_, round_ - 1, digest, camp))
 
 
-def divided(swarm: Swarm, cadence: Cadence, place: tuple[int, int], rates: dict[PeerId, Rates]) -> Division:
+def divided(
+    swarm: SwarmView, cadence: Cadence, place: tuple[int, int], rates: dict[PeerId, Rates]
+) -> Division:
     """How the round at ``place`` (fragment, round) is divided among the members of ``rates``."""
     shape = swarm.shape
     upload = swarm.my_upload_bytes_per_s()

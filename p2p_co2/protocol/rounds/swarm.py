@@ -7,7 +7,7 @@ peer is always live in its own eyes, and training unless it is told otherwise.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from google.protobuf.message import Message
 
@@ -33,7 +33,7 @@ def named(peers: Sequence[str]) -> str:
     return f"{listed} and {more} more" if more > 0 else listed
 
 
-class Swarm:
+class SwarmView:
     """The live peers as membership told us last."""
 
     def __init__(self, me: PeerId, shape: PayloadShape) -> None:
@@ -211,6 +211,9 @@ class Outlet:
         self.messages: list[tuple[PeerId, Message]] = []
         self.loop: deque[Message] = deque()
         self.events: deque[RoundsEvent] = deque()
+        self.on_begun: Callable[[], None] = lambda: None
+        """Called when a round of ours has begun, before memory is taken for its mean. Its members have the
+        round before: what nobody needs of that may be let go."""
 
     def send(self, peer: PeerId, message: Message) -> None:
         if peer == self.me:

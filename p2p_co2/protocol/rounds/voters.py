@@ -57,6 +57,10 @@ class Voters:
         voting = self.all()
         return peer in voting if view is not None and view.training else self.counts(peer)
 
+    def has_worked(self, peer: PeerId) -> bool:
+        """Whether a slice of ``peer`` is in one of the last means that we know of."""
+        return any(peer in history.workers for history in self.histories)
+
     def counts(self, peer: PeerId) -> bool:
         """Whether what ``peer`` says of where it is counts: it had a vote, or no other live peer had one."""
         return peer in self.met or not any(one in self.met for one in self._live if one != self._me)
