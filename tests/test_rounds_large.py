@@ -10,7 +10,7 @@ from p2p_co2.protocol.rounds import PayloadShape, bounds
 from p2p_co2.protocol.rounds.attempt import read_begin
 from p2p_co2.protocol.rounds.deadline import Durations, parts_deadline_s
 from p2p_co2.simnet import EventLog, Settings
-from p2p_co2.simnet import Swarm as SimulatedSwarm
+from p2p_co2.simnet import VirtualSwarm as SimulatedSwarm
 from p2p_co2.telemetry.events import Event, RoundAborted, RoundCommitted
 from p2p_co2.wire import messages_pb2 as wire
 from tests.round_network import Network

@@ -11,7 +11,7 @@ from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.rounds import Began, PayloadShape
 from p2p_co2.protocol.rounds.deadline import MISSES
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.simnet import EventLog, Settings, Swarm
+from p2p_co2.simnet import EventLog, Settings, VirtualSwarm
 from p2p_co2.telemetry.events import Event, FragmentApplied
 from p2p_co2.wire.identity import PeerId
 from tests.round_machine import DIGEST
@@ -40,7 +40,7 @@ def contributions(
         real_bytes_per_block=payload_mb * 1e6 / 64, step_s=step_s, speed_spread=1.0, start_spread_s=0.1,
         largest_skew_s=0.0, largest_drift=0.0,
     )  # fmt: skip
-    swarm = Swarm(settings, EventLog(digests=False))
+    swarm = VirtualSwarm(settings, EventLog(digests=False))
     line = LinkProfile("line", 100_000_000, 100_000_000, 45.0, 0.0, 0.0, "open")
     for volunteer in swarm.volunteers:
         volunteer.profile = line

@@ -21,7 +21,7 @@ from p2p_co2.protocol.rounds.certificate import Seals, Signer
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Distrusted
 from p2p_co2.protocol.rounds.exchange import Exchange
-from p2p_co2.protocol.rounds.parts import BlockRange, Rates, divide
+from p2p_co2.protocol.rounds.parts import BlockRange, LineRates, divide
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView
 from p2p_co2.wire import messages_pb2 as wire
@@ -159,7 +159,7 @@ def test_those_that_refuse_are_not_waited_for() -> None:
 def test_who_lied_about_a_mean_is_given_no_part_as_long_as_the_others_can_own_it_all(members: int) -> None:
     peers = [PeerId(f"p{index:02}") for index in range(members)]
     for liars in range(members + 1):
-        rates = {peer: Rates(1e6, 0.0, float(index >= liars)) for index, peer in enumerate(peers)}
+        rates = {peer: LineRates(1e6, 0.0, float(index >= liars)) for index, peer in enumerate(peers)}
         owners = set(divide(1000, 68, rates, (0, 1), 0.0).owners)
         assert owners == (set(peers[liars:]) if 2 * liars <= members else set(peers))
 

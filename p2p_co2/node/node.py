@@ -30,7 +30,7 @@ from p2p_co2.node.status import StatusWriter, SwarmNews, Times
 from p2p_co2.protocol.catchup.goals import TransferSizes, chunk_bytes_of
 from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.ledger import AgreedVersion, Ledger
-from p2p_co2.protocol.membership import Joined, Left, Membership
+from p2p_co2.protocol.membership import Left, Membership, NewPeer
 from p2p_co2.protocol.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.protocol.strangers import OtherModel
 from p2p_co2.telemetry import events as ev
@@ -208,12 +208,12 @@ class Node(Shell):
 
     # ---- what comes in
 
-    def _on_membership(self, event: Joined | Left | OtherModel) -> None:
+    def _on_membership(self, event: NewPeer | Left | OtherModel) -> None:
         if isinstance(event, OtherModel):
             why = f": {event.difference}" if event.difference is not None else ""
             self.report(ev.Warned, text=f"peer {event.peer} trains another model and is left out{why}")
             return
-        if isinstance(event, Joined):
+        if isinstance(event, NewPeer):
             self._finder.unreached.met(event.peer)
             self.report(ev.PeerJoined, other=event.peer)
         else:

@@ -51,7 +51,7 @@ TRIPS_KEPT = 9
 
 
 @dataclass(frozen=True)
-class Joined:
+class NewPeer:
     peer: PeerId
 
 
@@ -63,7 +63,7 @@ class Left:
     reason: str
 
 
-MembershipEvent = Joined | Left | OtherModel
+MembershipEvent = NewPeer | Left | OtherModel
 MembershipMessage = Ping | Pong | Leave | ModelTable
 
 
@@ -390,7 +390,7 @@ class Membership:
             self.revision += 1
             self.candidates.next_at.pop(peer, None)
             self.departed.came_back(peer)
-            self._events.append(Joined(peer))
+            self._events.append(NewPeer(peer))
             if self._next_heartbeat_at is None:
                 self._next_heartbeat_at = now
             return info

@@ -19,9 +19,9 @@ from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.planning.pipeline import StageLoad
 from p2p_co2.planning.profiles import profile_of
 from p2p_co2.simnet.internet import Noise
-from p2p_co2.simnet.microbatches import Layout, StagePeer, VirtualStages
+from p2p_co2.simnet.microbatches import Layout, StageVolunteer, VirtualStages
 from p2p_co2.simnet.scene import Settings
-from p2p_co2.simnet.swarm import Swarm
+from p2p_co2.simnet.swarm import VirtualSwarm
 from p2p_co2.telemetry.events import RoundBegan
 from p2p_co2.wire.identity import PeerId
 
@@ -49,7 +49,7 @@ class Churn:
     calm_at: float
     away_mean_s: float = 600.0
 
-    def plan(self, swarm: Swarm) -> None:
+    def plan(self, swarm: VirtualSwarm) -> None:
         """Put the faults into the swarm's time."""
         at_ = swarm.world.call_at
         for index in range(len(swarm.volunteers)):
@@ -77,7 +77,7 @@ class Storm:
     from_s: float
     calm_at: float
 
-    def plan(self, swarm: Swarm) -> None:
+    def plan(self, swarm: VirtualSwarm) -> None:
         """Put the faults into the swarm's time."""
         rng = random.Random(f"{swarm.settings.seed}/storm")
         at_ = swarm.world.call_at
@@ -110,7 +110,7 @@ class Storm:
         at = rng.uniform(self.from_s, self.calm_at - 3)
         return at, min(self.calm_at, at + rng.choice((1.0, 4.0, 12.0)) * rng.uniform(0.5, 1.5))
 
-    def _disturb_net(self, swarm: Swarm, rng: random.Random) -> None:
+    def _disturb_net(self, swarm: VirtualSwarm, rng: random.Random) -> None:
         at_ = swarm.world.call_at
         peers = swarm.peer_ids()
         net = swarm.internet
@@ -130,7 +130,7 @@ class Storm:
             at_(at, swarm.rendezvous.set_seed, seed, False)
             at_(until, swarm.rendezvous.set_seed, seed, True)
 
-    def _assassinate(self, swarm: Swarm, rng: random.Random, after: float) -> None:
+    def _assassinate(self, swarm: VirtualSwarm, rng: random.Random, after: float) -> None:
         """Kill the coordinator or another member of the first round that begins after that, in its middle."""
         readers = swarm.log.readers_of[RoundBegan]
         at_ = swarm.world.call_at
@@ -258,7 +258,7 @@ def _stages_before_the_storm(rng: random.Random, stages: int, seed: int) -> Virt
     )
     peers = [
         [
-            StagePeer(profile_of(rng.choice(STORM_LINES), seed, 0), rng.uniform(0.25, 1.0))
+            StageVolunteer(profile_of(rng.choice(STORM_LINES), seed, 0), rng.uniform(0.25, 1.0))
             for _ in range(rng.randint(1, 4))
         ]
         for stage in range(stages)

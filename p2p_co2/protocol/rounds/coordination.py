@@ -17,7 +17,7 @@ from p2p_co2.protocol.rounds.deadline import SAFETY, Cadence, Durations, ReadyHi
 from p2p_co2.protocol.rounds.events import Began, PeerView
 from p2p_co2.protocol.rounds.gathering import Gathering, Roster, attempt_nonce, behind_message, divided
 from p2p_co2.protocol.rounds.history import History
-from p2p_co2.protocol.rounds.parts import Rates
+from p2p_co2.protocol.rounds.parts import LineRates
 from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_STRING
@@ -222,7 +222,8 @@ class Coordination:
         place = attempt.fragment, attempt.round
         views = {peer: self._swarm.live.get(peer, PeerView()) for peer in attempt.shares}
         rates = {
-            peer: Rates(view.upload_bytes_per_s, view.download_bytes_per_s) for peer, view in views.items()
+            peer: LineRates(view.upload_bytes_per_s, view.download_bytes_per_s)
+            for peer, view in views.items()
         }
         transfer_s = divided(self._swarm, self.cadences[place[0]], place, rates).transfer_s
         mine_s = parts_deadline_s(transfer_s, self.observed[place[0]], self._swarm.shape.parts_cap_s)

@@ -115,7 +115,7 @@ class OpenOffer(NamedTuple):
     timer_at: float
 
 
-class Slice(NamedTuple):
+class PeerSlice(NamedTuple):
     peer: PeerId
     weight: float
     data: Buffer
@@ -134,7 +134,7 @@ class ReduceJob:
     generation: int
     start_block: int
     stop_block: int
-    slices: tuple[Slice, ...]
+    slices: tuple[PeerSlice, ...]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from p2p_co2.protocol.rounds.attempt import Attempt, Share, check_missed, read_c
 from p2p_co2.protocol.rounds.certificate import Seals
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import CheckWanted, Likeness, Offer, ReduceJob
-from p2p_co2.protocol.rounds.owner import Arrivals, Contributors, MeanSlices, PartJob, Room
+from p2p_co2.protocol.rounds.owner import Arrivals, Contributors, MeanSlices, PartJob, SliceRoom
 from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView
 from p2p_co2.system.memory import Buffer, large_buffer
 from p2p_co2.wire.envelope import with_data
@@ -168,7 +168,7 @@ class Exchange:
         self._jobs: dict[int, PartJob] = {}
         self._here_at: dict[int, float] = {}
         """When a part's mean was here, from its first owner."""
-        self._room = Room(int(bounds.MAX_OWNED_PAYLOADS * len(self._payload)))
+        self._room = SliceRoom(int(bounds.MAX_OWNED_PAYLOADS * len(self._payload)))
 
     def start(self, now: float) -> None:
         """Send the slices to their owners, a piece to each in turn, so that all links are busy at once."""

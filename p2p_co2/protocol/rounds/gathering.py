@@ -21,7 +21,7 @@ from p2p_co2.protocol.rounds.deadline import (
     gather_least_s,
     parts_deadline_s,
 )
-from p2p_co2.protocol.rounds.parts import Division, Rates, divide
+from p2p_co2.protocol.rounds.parts import Division, LineRates, divide
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView, named
 from p2p_co2.wire.identity import PeerId
@@ -333,11 +333,11 @@ class Gathering:
         seal_begin(begin, self._swarm.me)
         return begin
 
-    def _rates(self, peer: PeerId) -> Rates:
+    def _rates(self, peer: PeerId) -> LineRates:
         ready = self.roster.readies[peer]
         may_own = peer in self._swarm.voters and not self._swarm.repute.has_lied(peer)
         believed = self._swarm.lateness.of_claim(peer) if may_own else 0.0
-        return Rates(ready.upload_bytes_per_s, ready.download_bytes_per_s, believed)
+        return LineRates(ready.upload_bytes_per_s, ready.download_bytes_per_s, believed)
 
     def _member(self, peer: PeerId) -> Member:
         ready = self.roster.readies[peer]
@@ -360,7 +360,7 @@ class Gathering:
 
 
 def divided(
-    swarm: SwarmView, cadence: Cadence, place: tuple[int, int], rates: dict[PeerId, Rates]
+    swarm: SwarmView, cadence: Cadence, place: tuple[int, int], rates: dict[PeerId, LineRates]
 ) -> Division:
     """How the round at ``place`` (fragment, round) is divided among the members of ``rates``."""
     shape = swarm.shape

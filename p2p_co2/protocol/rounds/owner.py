@@ -17,7 +17,7 @@ from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.assembly import Assembly
 from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.deadline import SAFETY, Durations
-from p2p_co2.protocol.rounds.events import Distrusted, ReduceJob, ReduceWanted, Slice
+from p2p_co2.protocol.rounds.events import Distrusted, PeerSlice, ReduceJob, ReduceWanted
 from p2p_co2.protocol.rounds.repute import LATE_TIMES
 from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView
 from p2p_co2.system.memory import Buffer
@@ -35,7 +35,7 @@ class MeanSlices(NamedTuple):
     missed: tuple[Missed, ...]
 
 
-class Room:
+class SliceRoom:
     """Bytes of others' slices that one owner holds in an attempt."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -94,7 +94,7 @@ class SliceStore:
     """Slices of one part, each of ``size_bytes``, as they come to its owner. ``whole``: those that are;
     ``came_at``: when; ``missed``: who found no room, or is hostile. ``place``: where the part's mean goes."""
 
-    def __init__(self, room: Room, size_bytes: int, place: memoryview) -> None:
+    def __init__(self, room: SliceRoom, size_bytes: int, place: memoryview) -> None:
         self.whole: dict[PeerId, Buffer] = {}
         self.came_at: dict[PeerId, float] = {}
         self.missed: dict[PeerId, Missed] = {}
@@ -150,7 +150,7 @@ class PartJob:
 
     def __init__(
         self, attempt: Attempt, part: int, generation: int, own_slice: memoryview, *,
-        swarm: SwarmView, outlet: Outlet, room: Room, arrivals: Arrivals, place: memoryview, now: float,
+        swarm: SwarmView, outlet: Outlet, room: SliceRoom, arrivals: Arrivals, place: memoryview, now: float,
     ) -> None:  # fmt: skip
         self.attempt = attempt
         self.part = part
@@ -221,7 +221,7 @@ class PartJob:
     def _ask(self) -> None:
         weights = self.attempt.weights
         whole = self._slices.whole
-        slices = tuple(Slice(peer, weights[peer], whole[peer]) for peer in sorted(whole))
+        slices = tuple(PeerSlice(peer, weights[peer], whole[peer]) for peer in sorted(whole))
         if not slices:
             self.is_done = True  # all were hostile, ours too: the part is lost and the members will say so
             return

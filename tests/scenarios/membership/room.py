@@ -11,7 +11,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from p2p_co2.protocol.membership import Joined, Left, Membership, positions
+from p2p_co2.protocol.membership import Left, Membership, NewPeer, positions
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Leave, Ping, Pong, Status
 
@@ -116,7 +116,7 @@ class Room:
         happened: dict[str, list[str]] = {}
         while (event := self.machine.next_event()) is not None:
             match event:
-                case Joined():
+                case NewPeer():
                     happened.setdefault("{} joined", []).append(event.peer)
                 case Left():
                     happened.setdefault(f"{{}} gone: {event.reason}", []).append(event.peer)
