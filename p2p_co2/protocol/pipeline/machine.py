@@ -30,7 +30,7 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
@@ -106,8 +106,8 @@ class Sizes:
     """Of a microbatch on the line up: to the next stage, and its gradient back in codec 0."""
 
 
-class Passage(Enum):
-    """Of a microbatch here; see above."""
+class Passage(IntEnum):
+    """Of a microbatch here, in order; see above."""
 
     RECEIVING = auto()
     WAITING = auto()
@@ -194,7 +194,7 @@ class _Microbatch:
     @property
     def is_begun(self) -> bool:
         """Whether it is in this inner step."""
-        return self.phase not in {Passage.RECEIVING, Passage.WAITING}
+        return self.phase > Passage.WAITING
 
 
 class _Past(NamedTuple):

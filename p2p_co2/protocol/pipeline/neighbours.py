@@ -126,7 +126,7 @@ class Neighbours:
             chosen = min(before, key=lambda peer: (before[peer].room, peer))
             before[chosen].granted += 1
             told.add(chosen)
-        for peer in told:
+        for peer in sorted(told):  # the same run gives the same history in any process
             self.introduce(peer)
 
     def introduce(self, peer: PeerId) -> None:

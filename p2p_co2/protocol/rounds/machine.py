@@ -242,7 +242,8 @@ class Rounds:
         most = self._coordination.held() | self.swarm.repute.held()
         for fragment in self._fragments:
             for name, now in (fragment.history.held() | fragment.early.held()).items():
-                most[name] = max(most.get(name, now), now, key=lambda held: held[0] - held[1])
+                if name not in most or now[0] - now[1] > most[name][0] - most[name][1]:
+                    most[name] = now
         return most
 
     def _settle(self, now: float) -> None:
