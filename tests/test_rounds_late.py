@@ -166,10 +166,10 @@ def test_where_steps_are_long_those_whose_step_ends_last_are_waited_for() -> Non
             net.set_state(name, 0, 2, DIGEST)
         views = {name: replace(net._view(name), step_s=step_s) for name in net.names}
         coordinator = net.peers[first[0]].machine
-        history = coordinator._coordination._readies[0]
+        cadence = coordinator._coordination.cadences[0]
         for round_ in range(1, 3):
-            history.arrived(round_, 10.0 * round_)
-            history.arrived(round_, 10.0 * round_ + 0.1)
+            cadence.ready_came(round_, 10.0 * round_)
+            cadence.ready_came(round_, 10.0 * round_ + 0.1)
         for name in net.names:
             net.peers[name].machine.set_peers(views, net.now)
         for name in first:

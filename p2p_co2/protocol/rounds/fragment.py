@@ -195,7 +195,7 @@ class FragmentRounds:
         self._outlet.on_begun()
         exchange = Exchange(
             offer, attempt, self._swarm, self._outlet, seals=Seals(self._signer, attempt),
-            observed=self._coordination.observed[attempt.fragment], now=now,
+            observed=self._coordination.cadences[attempt.fragment].slices, now=now,
         )  # fmt: skip
         member = Member(attempt, exchange, self._signer, self._swarm, self._outlet, now)
         self.mine.become(member)

@@ -16,7 +16,6 @@ from p2p_co2.protocol.rounds.bounds import DIGEST_BYTES
 from p2p_co2.protocol.rounds.deadline import (
     SAFETY,
     Cadence,
-    Durations,
     Punctuality,
     gather_least_s,
     parts_deadline_s,
@@ -304,7 +303,7 @@ class Gathering:
 
     # ---- the end
 
-    def begin(self, nonce: bytes, observed: Durations) -> Begin:
+    def begin(self, nonce: bytes) -> Begin:
         """BEGIN for the agreeing camp, at most ``MAX_MEMBERS`` of it; the minority is told to catch up.
         ``nonce``: 16 bytes that tell this attempt from others with the same members."""
         digest, camp = self.roster.agreeing()
@@ -315,7 +314,7 @@ class Gathering:
         rates = {peer: self._rates(peer) for peer in group}
         division = divided(self._swarm, self._cadence, (fragment, round_), rates)
         parts_cap_s = self._swarm.shape.parts_cap_s
-        parts_s = parts_deadline_s(division.transfer_s, observed, parts_cap_s)
+        parts_s = parts_deadline_s(division.transfer_s, self._cadence.slices, parts_cap_s)
         live = self.roster.live_count(group)
         if 2 * len(group) <= live + 1:  # no round comes of it if the means are late anywhere
             parts_s = min(SAFETY * parts_s, parts_cap_s)
