@@ -69,8 +69,8 @@ class Durations:
 class Cadence:
     """Times of the rounds of one fragment, as past ones have shown them: how often one is committed, and how
     long after the first READY the last one comes. ``slices``: from BEGIN to the last slice, as the parts that
-    we own have seen it. ``planned_s``: between two rounds before any is known, 0 if the run plans none. READYs
-    are waited for a ``share`` of that time at most."""
+    we own have seen it. ``planned_s``: between two rounds before any is known, 0 if the run plans none.
+    READYs are waited for a ``share`` of that time at most."""
 
     def __init__(self, planned_s: float = 0.0, share: float = bounds.GATHER_SHARE) -> None:
         self._planned_s = planned_s
