@@ -16,7 +16,6 @@ from p2p_co2.protocol.rounds.bounds import DIGEST_BYTES
 from p2p_co2.protocol.rounds.deadline import (
     SAFETY,
     Cadence,
-    Punctuality,
     gather_least_s,
     parts_deadline_s,
 )
@@ -270,19 +269,16 @@ class Gathering:
     def _is_complete(self, moved: frozenset[PeerId]) -> bool:
         """Whether nobody is left to wait for: not a peer that is known to be elsewhere, or always late. One
         in ``moved`` has reached ``round - 1`` whatever its last status said."""
-        habit = self._habit()
+        habit = self._swarm.readies
         heard = set(self.roster.heard())
         return self._behind <= heard and all(
             peer in heard or not habit.is_awaited(peer) or not self._may_come(peer, moved)
             for peer in self._swarm.working_on(self.roster.fragment)
         )
 
-    def _habit(self) -> Punctuality:
-        return self._swarm.last_readies if self.roster.is_last else self._swarm.readies
-
     def note_punctuality(self, moved: frozenset[PeerId]) -> None:
         """At BEGIN: who came, and who was waited for in vain."""
-        habit = self._habit()
+        habit = self._swarm.readies
         place = (self.roster.fragment, self.roster.round)
         for peer in self._swarm.working_on(self.roster.fragment):
             if peer in self.roster.readies:

@@ -57,8 +57,6 @@ class SwarmView:
         self.repute = Repute()
         self._pieces_of: tuple[object, object, float, int] = (None, None, 0.0, 0)
         """What ``piece_bytes`` was asked last (receivers, ``live``, upload), and said."""
-        self.last_readies = Punctuality()
-        """The same at the end of a run, where everybody is waited for longer."""
         self.replays = Punctuality()
         """The same of those who were a round behind: who stood still has missed deadlines enough by then."""
 
@@ -71,7 +69,7 @@ class SwarmView:
         self.voters.set_live(self.live)
         self._working.clear()
         self._is_ending = any(view.finished for view in live.values())
-        for habit in (self.readies, self.last_readies, self.replays, self.slices):
+        for habit in (self.readies, self.replays, self.slices):
             habit.keep(self.live)
         self.lateness.keep(self.live)
 
