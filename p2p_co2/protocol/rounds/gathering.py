@@ -264,7 +264,7 @@ class Gathering:
         missing = [peer for peer in working if peer not in self.roster.readies and peer not in moved]
         versions = ((peer, self._swarm.version_of(peer, fragment)) for peer in missing)
         late = [p for p, at in versions if at == before or (at == before + 1 and p in was_behind)]
-        self._behind = set(filter(self._swarm.replays.is_awaited, late))
+        self._behind = set(filter(self._swarm.readies.is_awaited, late))
 
     def _is_complete(self, moved: frozenset[PeerId]) -> bool:
         """Whether nobody is left to wait for: not a peer that is known to be elsewhere, or always late. One
@@ -283,10 +283,7 @@ class Gathering:
         for peer in self._swarm.working_on(self.roster.fragment):
             if peer in self.roster.readies:
                 habit.came(peer)
-                self._swarm.replays.came(peer)
-            elif self._is_overdue and peer in self._behind:
-                self._swarm.replays.missed(peer, place)
-            elif self._is_overdue and self._may_come(peer, moved):
+            elif self._is_overdue and (peer in self._behind or self._may_come(peer, moved)):
                 habit.missed(peer, place)
 
     def _may_come(self, peer: PeerId, moved: frozenset[PeerId]) -> bool:

@@ -49,7 +49,7 @@ class SwarmView:
         """Whether anybody is done with a fragment."""
         self.my_versions: dict[int, int] = {}
         self.readies = Punctuality()
-        """Who is in time with READY."""
+        """Who is in time with READY, also for the round before."""
         self.slices = Punctuality()
         """Who is in time with slices."""
         self.lateness = Lateness()
@@ -57,8 +57,6 @@ class SwarmView:
         self.repute = Repute()
         self._pieces_of: tuple[object, object, float, int] = (None, None, 0.0, 0)
         """What ``piece_bytes`` was asked last (receivers, ``live``, upload), and said."""
-        self.replays = Punctuality()
-        """The same of those who were a round behind: who stood still has missed deadlines enough by then."""
 
     def set_live(self, live: Mapping[PeerId, PeerView]) -> None:
         if self.me not in live:
@@ -69,7 +67,7 @@ class SwarmView:
         self.voters.set_live(self.live)
         self._working.clear()
         self._is_ending = any(view.finished for view in live.values())
-        for habit in (self.readies, self.replays, self.slices):
+        for habit in (self.readies, self.slices):
             habit.keep(self.live)
         self.lateness.keep(self.live)
 
