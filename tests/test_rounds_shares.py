@@ -20,7 +20,7 @@ from p2p_co2.protocol.rounds.attempt import Attempt, Share
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.member import Completion
 from p2p_co2.protocol.rounds.owner import Arrivals, PartJob, SliceRoom
-from p2p_co2.protocol.rounds.parts import MOST_OWNED, BlockRange, LineRates, divide
+from p2p_co2.protocol.rounds.parts import BlockRange, LineRates, divide
 from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
@@ -66,17 +66,6 @@ def test_where_only_one_names_a_rate_its_boast_is_held_against_home_links() -> N
 
 
 # ---- memory
-
-
-def test_a_fast_link_among_many_is_not_given_more_than_it_can_hold() -> None:
-    rates = {PeerId(f"p{i:02}"): LineRates(16e6 if i == 7 else 1e6) for i in range(32)}
-    division = divide(1 << 16, 1, rates, (0, 1), 0.0)
-    held: Counter[PeerId] = Counter()
-    for (start, stop), owner, senders in zip(division.ranges, division.owners, division.senders, strict=True):
-        held[owner] += (stop - start) * (len(senders) - 1)
-    assert held.total() == 31 * (1 << 16)
-    assert max(held.values()) <= 1.01 * MOST_OWNED * (1 << 16)
-    assert held[PeerId("p07")] == max(held.values())
 
 
 def test_an_owner_holds_no_more_than_the_bound_whatever_begin_gives_it() -> None:
@@ -128,9 +117,6 @@ def test_the_first_slice_is_put_together_in_the_means_place() -> None:
     wanted = outlet.events.pop()
     assert isinstance(wanted, ReduceWanted)
     assert {one.peer: bytes(one.data) for one in wanted.job.slices} == {me: bytes(size), **slices}
-
-
-# ---- a lost part
 
 
 # ---- means that come after the decision
