@@ -22,7 +22,7 @@ from p2p_co2.protocol.rounds.deadline import (
 )
 from p2p_co2.protocol.rounds.owner import Arrivals
 from p2p_co2.protocol.rounds.parts import BlockRange
-from p2p_co2.protocol.rounds.swarm import SwarmView
+from p2p_co2.protocol.rounds.swarm import RoundSwarm
 from p2p_co2.wire.identity import PeerId
 from tests.round_machine import DIGEST
 
@@ -117,7 +117,7 @@ def test_who_owes_several_slices_is_in_time_with_all_of_them_or_late() -> None:
         0, 1, bytes(16), {me: Share(1.0, 0), other: Share(1.0, 0)}, (BlockRange(0, 8), BlockRange(8, 16)),
         (me, me), (both, both), DIGEST, me, 5.0, 12.0,
     )  # fmt: skip
-    swarm, observed = SwarmView(me, PayloadShape(8, (16,))), Durations()
+    swarm, observed = RoundSwarm(me, PayloadShape(8, (16,))), Durations()
     swarm.set_live({other: PeerView()})
     for occasion in range(2):
         swarm.slices.missed(other, occasion)

@@ -1,4 +1,4 @@
-"""How rounds end: the last one beside peers that are done, and commits of other attempts than a peer was in."""
+"""How rounds end: beside peers that are done, and by commits of other attempts than one was in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ME, OTHER, THIRD = (make_identity(index).peer_id for index in range(3))
 
 
 @pytest.mark.parametrize("is_passed_over", [False, True])
-def test_the_word_of_one_that_is_passed_over_keeps_nobody_from_a_last_round_alone(
+def test_the_word_of_one_that_is_passed_over_keeps_nobody_from_a_last_round(
     is_passed_over: bool,
 ) -> None:
     machine = one_machine()

@@ -23,7 +23,7 @@ from p2p_co2.protocol.rounds.events import Distrusted
 from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.rounds.parts import BlockRange, LineRates, divide
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
 from tests.certificates import signed_mean
@@ -89,7 +89,7 @@ def test_which_mean_is_refused(
         0, 1, bytes(16), shares, ranges, tuple(peers), (frozenset(peers),) * 4, bytes(32), peers[1], 1.0, 1.0,
         4, 4.0,
     )  # fmt: skip
-    swarm, outlet = SwarmView(peers[0], SHAPE), Outlet(peers[0])
+    swarm, outlet = RoundSwarm(peers[0], SHAPE), Outlet(peers[0])
     offer = Offer(0, 1, 0, bytes(32), bytes(128), 1.0, offer_id=bytes(8))
     seals = Seals(Signer(IDENTITIES[0], RUN), attempt)
     exchange = Exchange(offer, attempt, swarm, outlet, seals=seals, observed=Durations(), now=0.0)

@@ -33,7 +33,7 @@ from p2p_co2.protocol.rounds.parts import (
     split_blocks,
 )
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView, named
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm, named
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS, MAX_PIECE_BYTES
@@ -337,7 +337,7 @@ def test_a_mean_travels_in_finer_pieces_than_the_slices_before_it() -> None:
         0, 1, bytes(16), {me: Share(1.0, 0), other: Share(1.0, 0)}, (BlockRange(0, 16),), (me,),
         (frozenset((me, other)),), DIGEST, me, 5.0, 12.0,
     )  # fmt: skip
-    swarm, outlet = SwarmView(me, PayloadShape(8, (16,))), Outlet(me)
+    swarm, outlet = RoundSwarm(me, PayloadShape(8, (16,))), Outlet(me)
     swarm.set_live({me: PeerView(upload_bytes_per_s=1e6), other: PeerView()})
     mean = random.Random(0).randbytes(256 << 10)
     PartState(me, 0, memoryview(bytearray(mean)), 0.0).send(attempt, swarm, outlet)
@@ -351,7 +351,7 @@ def test_a_mean_travels_in_finer_pieces_than_the_slices_before_it() -> None:
 )
 def test_pieces_are_no_finer_than_a_round_could_notice(payload_mib: int, size: int) -> None:
     me, other = PeerId("p0"), PeerId("p1")
-    swarm = SwarmView(me, PayloadShape(1 << 20, (payload_mib,)))
+    swarm = RoundSwarm(me, PayloadShape(1 << 20, (payload_mib,)))
     swarm.set_live({me: PeerView(upload_bytes_per_s=3e5), other: PeerView()})
     assert swarm.piece_bytes([me, other]) == size
 
@@ -359,6 +359,6 @@ def test_pieces_are_no_finer_than_a_round_could_notice(payload_mib: int, size: i
 @pytest.mark.parametrize("upload_bytes_per_s", [4.1e6, 8e6, 14e6, 15e6])
 def test_pieces_of_the_largest_payload_are_no_larger_than_a_message_bears(upload_bytes_per_s: float) -> None:
     me, other = PeerId("p0"), PeerId("p1")
-    swarm = SwarmView(me, PayloadShape(1 << 20, (999,)))
+    swarm = RoundSwarm(me, PayloadShape(1 << 20, (999,)))
     swarm.set_live({me: PeerView(upload_bytes_per_s=upload_bytes_per_s), other: PeerView()})
     assert swarm.piece_bytes([me, other]) == MAX_PIECE_BYTES

@@ -21,7 +21,7 @@ from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.member import Completion
 from p2p_co2.protocol.rounds.owner import Arrivals, PartJob, SliceRoom
 from p2p_co2.protocol.rounds.parts import BlockRange, LineRates, divide
-from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.schedule import OfferState
@@ -71,7 +71,7 @@ def test_where_only_one_names_a_rate_its_boast_is_held_against_home_links() -> N
 def test_an_owner_holds_no_more_than_the_bound_whatever_begin_gives_it() -> None:
     names = tuple(PeerId(f"p{i:02}") for i in range(40))
     size = PIECE_UNIT_BYTES
-    swarm, outlet = SwarmView(names[0], PayloadShape(size, (1,))), Outlet(names[0])
+    swarm, outlet = RoundSwarm(names[0], PayloadShape(size, (1,))), Outlet(names[0])
     swarm.set_live({name: PeerView(1e6) for name in names})
     attempt = Attempt(
         0, 1, bytes(16), dict.fromkeys(names, Share(1.0, 0)), (BlockRange(0, 1),), (names[0],),
@@ -97,7 +97,7 @@ def test_the_first_slice_is_put_together_in_the_means_place() -> None:
     """A message's memory is let go of as it comes; what comes next has a place of its own."""
     me, first, second = (PeerId(f"p{i:02}") for i in range(3))
     size = 2 * PIECE_UNIT_BYTES
-    swarm, outlet = SwarmView(me, PayloadShape(size, (1,))), Outlet(me)
+    swarm, outlet = RoundSwarm(me, PayloadShape(size, (1,))), Outlet(me)
     swarm.set_live({name: PeerView(1e6) for name in (me, first, second)})
     shares = dict.fromkeys((me, first, second), Share(1.0, 0))
     attempt = Attempt(
@@ -142,7 +142,7 @@ class Receiver:
 
 def completing_of(parts_within_s: float) -> Completion:
     """Since 100.0 s."""
-    swarm = SwarmView(NAMES[0], PayloadShape(1, (2,)))
+    swarm = RoundSwarm(NAMES[0], PayloadShape(1, (2,)))
     swarm.set_live({name: PeerView(1e6) for name in NAMES})
     attempt = Attempt(
         0, 1, bytes(16), dict.fromkeys(NAMES, Share(1.0, 0)), (BlockRange(0, 2),), (NAMES[1],),

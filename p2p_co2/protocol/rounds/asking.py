@@ -12,7 +12,7 @@ from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Offer
-from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView, named
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm, named
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_STRING
 from p2p_co2.wire.messages_pb2 import Ready, Waiting
@@ -28,7 +28,7 @@ class Asking:
     def __init__(
         self,
         offer: Offer,
-        swarm: SwarmView,
+        swarm: RoundSwarm,
         outlet: Outlet,
         receipts: Durations,
         *,

@@ -18,7 +18,7 @@ from p2p_co2.protocol.rounds.events import Began, PeerView
 from p2p_co2.protocol.rounds.gathering import Gathering, Roster, attempt_nonce, behind_message, divided
 from p2p_co2.protocol.rounds.history import History
 from p2p_co2.protocol.rounds.parts import LineRates
-from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_STRING
 from p2p_co2.wire.messages_pb2 import Begin, Ready, Waiting
@@ -57,7 +57,7 @@ class Coordination:
     look again at an attempt of a round that we are in, None if in none."""
 
     def __init__(
-        self, swarm: SwarmView, outlet: Outlet, histories: Sequence[History],
+        self, swarm: RoundSwarm, outlet: Outlet, histories: Sequence[History],
         joined_until: Callable[[Place], float | None],
     ) -> None:  # fmt: skip
         self._swarm = swarm

@@ -19,8 +19,8 @@ from p2p_co2.protocol.rounds.events import Aborted, FellBehind, Offer, Refused
 from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.rounds.history import History, is_in_all
 from p2p_co2.protocol.rounds.member import Completion, Member, missed_slices, without_bytes
-from p2p_co2.protocol.rounds.participation import Participation, Waiting
-from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView
+from p2p_co2.protocol.rounds.own_offer import OwnOffer, Waiting
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
 
@@ -30,11 +30,11 @@ class FragmentRounds:
     attempt whose offer we withdrew: no other of its round is joined before it is over."""
 
     def __init__(
-        self, fragment: int, signer: Signer, swarm: SwarmView, outlet: Outlet, history: History,
+        self, fragment: int, signer: Signer, swarm: RoundSwarm, outlet: Outlet, history: History,
         coordination: Coordination,
     ) -> None:  # fmt: skip
         self.history = history
-        self.mine = Participation()
+        self.mine = OwnOffer()
         self.leaving: Member | None = None
         self._signer = signer
         self._swarm = swarm
@@ -90,7 +90,7 @@ class FragmentRounds:
             raise LocalProtocolError(f"an offer for round {offer.round} at version {history.version}")
         if len(offer.payload) != self._swarm.shape.payload_bytes(offer.fragment):
             raise LocalProtocolError(f"a payload of {len(offer.payload)} bytes for fragment {offer.fragment}")
-        self.mine = Participation(offer, now)
+        self.mine = OwnOffer(offer, now)
         if (made := history.commit(offer.round)) is not None:
             self._end_without_bytes(*made)
         self._ask(now)
@@ -390,5 +390,5 @@ class FragmentRounds:
             mine.asking.leave()
         if mine.offer is not None:
             self._coordination.withdraw((mine.offer.fragment, mine.offer.round), self._swarm.me)
-        self.mine = Participation()
+        self.mine = OwnOffer()
         self.early.clear()

@@ -21,7 +21,7 @@ from p2p_co2.protocol.rounds.deadline import (
 )
 from p2p_co2.protocol.rounds.parts import Division, LineRates, divide
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView, named
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm, named
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import Begin, Behind, Member, PartSpec, Ready, RoundKey, Waiting
@@ -36,7 +36,7 @@ class Roster:
     done. Of newcomers a group takes so many that its ``voters`` are a quorum without them.
     """
 
-    def __init__(self, fragment: int, round_: int, swarm: SwarmView) -> None:
+    def __init__(self, fragment: int, round_: int, swarm: RoundSwarm) -> None:
         self.fragment = fragment
         self.round = round_
         self.readies: dict[PeerId, Ready] = {}
@@ -175,7 +175,7 @@ class Gathering:
     def __init__(
         self,
         roster: Roster,
-        swarm: SwarmView,
+        swarm: RoundSwarm,
         outlet: Outlet,
         *,
         cadence: Cadence,
@@ -352,7 +352,7 @@ class Gathering:
 
 
 def divided(
-    swarm: SwarmView, cadence: Cadence, place: tuple[int, int], rates: dict[PeerId, LineRates]
+    swarm: RoundSwarm, cadence: Cadence, place: tuple[int, int], rates: dict[PeerId, LineRates]
 ) -> Division:
     """How the round at ``place`` (fragment, round) is divided among the members of ``rates``."""
     shape = swarm.shape

@@ -41,7 +41,7 @@ from p2p_co2.protocol.rounds.events import (
 from p2p_co2.protocol.rounds.fragment import FragmentRounds
 from p2p_co2.protocol.rounds.history import History
 from p2p_co2.protocol.rounds.member import Member
-from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm
 from p2p_co2.system.memory import Buffer
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import Identity, PeerId
@@ -63,7 +63,7 @@ class Rounds:
         self._me = identity.peer_id
         self._run = run
         self._shape = shape
-        self.swarm = SwarmView(self._me, shape)
+        self.swarm = RoundSwarm(self._me, shape)
         self.outlet = Outlet(self._me)
         self.swarm.repute.emit = self.outlet.emit
         histories = self.swarm.voters.histories = [History() for _ in shape.blocks]

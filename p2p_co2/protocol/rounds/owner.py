@@ -19,7 +19,7 @@ from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.deadline import SAFETY, Durations
 from p2p_co2.protocol.rounds.events import Distrusted, PeerSlice, ReduceJob, ReduceWanted
 from p2p_co2.protocol.rounds.repute import LATE_TIMES
-from p2p_co2.protocol.rounds.swarm import Outlet, SwarmView
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm
 from p2p_co2.system.memory import Buffer
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import HOSTILE, LATE, NO_ROOM, NOT_ASKED, NOT_AWAITED, Missed, Part
@@ -57,7 +57,7 @@ class Arrivals:
     is late, too: else it alone would say how long exchanges take."""
 
     def __init__(
-        self, attempt: Attempt, swarm: SwarmView, observed: Durations, parts: Collection[int]
+        self, attempt: Attempt, swarm: RoundSwarm, observed: Durations, parts: Collection[int]
     ) -> None:
         self._attempt = attempt
         self._swarm = swarm
@@ -150,7 +150,7 @@ class PartJob:
 
     def __init__(
         self, attempt: Attempt, part: int, generation: int, own_slice: memoryview, *,
-        swarm: SwarmView, outlet: Outlet, room: SliceRoom, arrivals: Arrivals, place: memoryview, now: float,
+        swarm: RoundSwarm, outlet: Outlet, room: SliceRoom, arrivals: Arrivals, place: memoryview, now: float,
     ) -> None:  # fmt: skip
         self.attempt = attempt
         self.part = part

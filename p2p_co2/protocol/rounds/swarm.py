@@ -33,7 +33,7 @@ def named(peers: Sequence[str]) -> str:
     return f"{listed} and {more} more" if more > 0 else listed
 
 
-class SwarmView:
+class RoundSwarm:
     """The live peers as membership told us last."""
 
     def __init__(self, me: PeerId, shape: PayloadShape) -> None:

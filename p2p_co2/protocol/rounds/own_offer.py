@@ -24,7 +24,7 @@ NEXT: Mapping[type[Role], type[Role] | None] = {
 """What may follow; in each an offer may end."""
 
 
-class Participation:
+class OwnOffer:
     """One offer, since when it is open, and its present role; None and none while nothing is offered."""
 
     def __init__(self, offer: Offer | None = None, now: float = 0.0) -> None:
