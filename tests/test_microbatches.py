@@ -9,7 +9,7 @@ import pytest
 
 from p2p_co2.planning.pipeline import StageLoad
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.protocol.pipeline import Key, Pipeline, machine
+from p2p_co2.protocol.pipeline import Key, Pipeline, transit
 from p2p_co2.simnet import microbatches
 from p2p_co2.simnet.campaign import play_stage_storm
 from p2p_co2.simnet.internet import Noise
@@ -146,7 +146,7 @@ def test_what_a_gradient_leaves_out_has_an_heir_until_the_last() -> None:
 
 
 def test_an_heir_of_another_path_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_onward", lambda path, *here: 0)
+    monkeypatch.setattr(transit, "_onward", lambda path, *here: 0)
     laws = {broken.law for seed in (1, 2) for broken in play_stage_storm(seed).books.violations}
     assert laws == {"heir"}
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.pipeline.routes import Rates, shares
 from p2p_co2.protocol.rounds.deadline import Durations
+from p2p_co2.wire.heartbeat import SILENCE_FLOOR_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Neighbour
 
@@ -45,6 +46,10 @@ class NeighbourPeer:
     @property
     def room(self) -> int:
         return self.granted - self.used
+
+    def late_s(self, cap_s: float) -> float:
+        """After this a gradient from it is late."""
+        return self.durations.deadline_s(cap_s, SILENCE_FLOOR_S, cap_s)
 
 
 class Neighbours:
