@@ -10,6 +10,7 @@ import pytest
 from p2p_co2.planning.pipeline import StageLoad
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.pipeline import Key, Pipeline, transit
+from p2p_co2.protocol.pipeline.neighbours import Neighbours
 from p2p_co2.simnet import microbatches
 from p2p_co2.simnet.campaign import play_stage_storm
 from p2p_co2.simnet.internet import Noise
@@ -74,6 +75,18 @@ def test_storms_break_no_law(first: int) -> None:
 def test_a_storm_is_the_same_again() -> None:
     first, again, other = (play_stage_storm(seed).books.digest() for seed in (3, 3, 4))
     assert first == again != other
+
+
+def test_neighbours_are_told_of_their_room_in_one_order() -> None:
+    """So a storm is the same in any process."""
+    told = list[PeerId]()
+    neighbours = Neighbours(PeerId("me"), 1, 7, b"", lambda peer, said: told.append(peer))
+    for number in range(8):
+        neighbours.join(PeerId(f"peer {number}"), 0)
+    del told[:]
+    neighbours.grant(8)
+    assert told == sorted(told)
+    assert len(told) == 8
 
 
 class SendsAgain(Pipeline):

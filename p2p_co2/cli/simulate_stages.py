@@ -22,7 +22,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning.pipeline import loads_of
 from p2p_co2.planning.profiles import profile_of
-from p2p_co2.simnet.campaign import StageChurn, play_stage_storm
+from p2p_co2.simnet.campaign import Churn, plan_churn, play_stage_storm
 from p2p_co2.simnet.microbatches import Layout, StageVolunteer, VirtualStages
 from p2p_co2.system.process import StopSignals
 
@@ -83,7 +83,7 @@ def play(
         world.world.stop()
 
     if churn_per_h:
-        StageChurn(churn_per_h, 0.9 * planned_s, options.seed).plan(world)
+        plan_churn(world, Churn(churn_per_h, 0.9 * planned_s), options.seed)
     began_at = time.monotonic()
     with StopSignals(stop):
         while not stopped and world.now < planned_s and len(world.books.made) < MOST_MICROBATCHES:

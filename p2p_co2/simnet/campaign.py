@@ -13,6 +13,7 @@ a second or two of processor time.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from p2p_co2.config import ClockConfig, RunConfig
@@ -54,20 +55,24 @@ class Churn:
         at_ = swarm.world.call_at
         for index in range(len(swarm.volunteers)):
             rng = random.Random(f"{swarm.settings.seed}/churn/{index}")
-            at = 0.0
-            while self.per_h > 0:
-                at += rng.expovariate(self.per_h / 3600)
-                away_s = rng.expovariate(1 / self.away_mean_s)
-                if at + away_s >= self.calm_at:
-                    break
+            for at, back_at in self.absences(rng):
                 how = rng.random()
                 with_disk = rng.random() < KEEPS_DISK
                 if how < LEAVES:
                     at_(at, swarm.leave, index)
                 else:
                     at_(at, swarm.kill, index, how < LEAVES + CRASHES)
-                at += away_s
-                at_(at, swarm.start, index, with_disk)
+                at_(back_at, swarm.start, index, with_disk)
+
+    def absences(self, rng: random.Random) -> Iterator[tuple[float, float]]:
+        """From when until when one peer is away, one after the other."""
+        back_at = 0.0
+        while self.per_h > 0:
+            at = back_at + rng.expovariate(self.per_h / 3600)
+            back_at = at + rng.expovariate(1 / self.away_mean_s)
+            if back_at >= self.calm_at:
+                return
+            yield at, back_at
 
 
 @dataclass(frozen=True)
@@ -170,28 +175,14 @@ def storm_settings(seed: int, peers: int = 32) -> Settings:
 # ---- stages
 
 
-@dataclass(frozen=True)
-class StageChurn:
-    """As ``Churn``, of peers that hold stages: they crash or lose their power, and come back."""
-
-    per_h: float
-    calm_at: float
-    seed: int
-    away_mean_s: float = 600.0
-
-    def plan(self, world: VirtualStages) -> None:
-        """Put the faults into the world's time."""
-        for index, peer in enumerate(sorted(world.replicas)):
-            rng = random.Random(f"{self.seed}/churn/{index}")
-            at = 0.0
-            while self.per_h > 0:
-                at += rng.expovariate(self.per_h / 3600)
-                away_s = rng.expovariate(1 / self.away_mean_s)
-                if at + away_s >= self.calm_at:
-                    break
-                world.world.call_at(at, world.kill, peer, rng.random() < LEAVES + CRASHES)
-                at += away_s
-                world.world.call_at(at, world.start, peer)
+def plan_churn(world: VirtualStages, churn: Churn, seed: int) -> None:
+    """Put the ``churn`` of peers that hold stages into the world's time: they crash or lose their power, and
+    come back."""
+    for index, peer in enumerate(sorted(world.replicas)):
+        rng = random.Random(f"{seed}/churn/{index}")
+        for at, back_at in churn.absences(rng):
+            world.world.call_at(at, world.kill, peer, rng.random() < LEAVES + CRASHES)
+            world.world.call_at(back_at, world.start, peer)
 
 
 STORM_LINES = "fibre", "cable", "dsl", "4g"
