@@ -113,9 +113,6 @@ class Candidates:
         self.timer_at = math.inf
         """When somebody is to be tried."""
 
-    def __len__(self) -> int:
-        return len(self.next_at)
-
     def listed(self, peers: Collection[PeerId], known: Collection[PeerId], now: float) -> None:
         """The DHT lists ``peers`` and no others; those that are ``known`` need not be tried."""
         self.has_looked = True

@@ -271,7 +271,7 @@ class Replica:
                 self.spent.dropped[event.reason.partition(" peer ")[0]] += 1
         if self._work is None and (work := machine.next_work(now)) is not None:
             self._work = work
-            self.spent.begins(now)
+            self.spent.waits(now, "")
             self.endpoint.loop.call_at(now + self._duration_s(work), self._done, work)
         if self._work is None:
             why = machine.waits_for
@@ -391,9 +391,6 @@ class Spent:
     dropped: Counter[str] = field(default_factory=Counter)
     _since: float = 0.0
     _why: str = ""
-
-    def begins(self, now: float) -> None:
-        self.waits(now, "")
 
     def ends(self, now: float) -> None:
         self.busy_s += now - self._since

@@ -155,7 +155,7 @@ class Asking:
         if left[0] in self.asked:
             self.asked.remove(left[0])
         self.asked.append(left[0])
-        self._known = frozenset(self._swarm.training())
+        self._known = frozenset(self._swarm.training)
         self._tries = 0
         self._send(now)
 

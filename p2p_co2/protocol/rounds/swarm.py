@@ -21,15 +21,11 @@ from p2p_co2.protocol.rounds.voters import Voters
 from p2p_co2.wire.identity import PeerId
 
 
-def short(peer: str) -> str:
-    """The end of a peer id, for reasons in words (its beginning is the same for everybody)."""
-    return peer[-6:]
-
-
 def named(peers: Sequence[str]) -> str:
-    """The first ``MAX_NAMED`` peers in words, and how many more: a reason must fit into an outcome."""
+    """The ends of the first ``MAX_NAMED`` peer ids, which begin alike, and how many more: a reason must fit
+    into an outcome."""
     more = len(peers) - MAX_NAMED
-    listed = ", ".join(short(peer) for peer in peers[:MAX_NAMED])
+    listed = ", ".join(peer[-6:] for peer in peers[:MAX_NAMED])
     return f"{listed} and {more} more" if more > 0 else listed
 
 
@@ -42,7 +38,7 @@ class RoundSwarm:
         self.live: dict[PeerId, PeerView] = {me: PeerView()}
         self.voters = Voters(me)
         self.voters.set_live(self.live)
-        self._training = [me]
+        self.training = [me]
         self._working: dict[int, list[PeerId]] = {}
         """What ``working_on`` said since ``live`` changed."""
         self._is_ending = False
@@ -63,7 +59,7 @@ class RoundSwarm:
             live = {self.me: PeerView(), **live}
         names = self.live if live.keys() == self.live.keys() else sorted(live)  # most news is not of these
         self.live = {peer: live[peer] for peer in names}
-        self._training = [peer for peer, view in self.live.items() if view.training]
+        self.training = [peer for peer, view in self.live.items() if view.training]
         self.voters.set_live(self.live)
         self._working.clear()
         self._is_ending = any(view.finished for view in live.values())
@@ -118,18 +114,13 @@ class RoundSwarm:
         return (versions[(len(versions) - 1) // 2] if versions else 0) + AHEAD_AT_MOST
 
     def done_with(self, fragment: int) -> list[PeerId]:
-        """Who has nothing more to offer for ``fragment`` in this run, where one is left. It keeps the last
-        one, of three or more, from a round alone."""
+        """Who has nothing more to offer for ``fragment`` in this run, where one is left. No round can begin
+        then: a mean of one is whatever that one likes."""
         if not self._is_ending:
             return []
         done = [p for p, view in self.live.items() if fragment in view.finished and p in self.voters]
         is_last_alone = len(done) > 1 and len(self.voting_on(fragment)) == 1
         return done if is_last_alone else []
-
-    def is_over(self, fragment: int) -> bool:
-        """Whether no round of ``fragment`` can begin any more: all but one are done, and a mean of one is
-        whatever that one likes."""
-        return bool(self.done_with(fragment))
 
     def is_live(self, peer: PeerId) -> bool:
         return peer in self.live
@@ -141,16 +132,12 @@ class RoundSwarm:
     def is_training(self, peer: PeerId) -> bool:
         return peer in self.live and self.live[peer].training
 
-    def training(self) -> Sequence[PeerId]:
-        """Sorted."""
-        return self._training
-
     def working_on(self, fragment: int) -> Sequence[PeerId]:
         """Of those that train, who may still offer for ``fragment`` in this run; sorted."""
         known = self._working.get(fragment)
         if known is None:
             live = self.live
-            known = [peer for peer in self._training if fragment not in live[peer].finished]
+            known = [peer for peer in self.training if fragment not in live[peer].finished]
             self._working[fragment] = known
         return known
 

@@ -101,7 +101,7 @@ class Room:
         return "yes" if self.machine.departed.is_cut_off(len(self.machine.live), self.now) else "no"
 
     def awaited(self) -> str:
-        return f"{self.machine.awaited} of {len(self.machine.candidates)} listed"
+        return f"{self.machine.awaited} of {len(self.machine.candidates.next_at)} listed"
 
     def restarted(self) -> str:
         return " ".join(sorted(self.machine.take_restarted())) or "nobody"
