@@ -44,7 +44,7 @@ from p2p_co2.planning.exchange import LinkFigures
 from p2p_co2.planning.forecast import forecast, setting_of
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.recipes import load_recipe
-from p2p_co2.simnet import Churn, EventLog, Settings, Storm, Swarm
+from p2p_co2.simnet import Churn, EventLog, Settings, Storm, VirtualSwarm
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.tensors.fragments import plan_fragments
 from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
@@ -154,7 +154,7 @@ def storms(options: argparse.Namespace) -> Figures:
     broken, began_s = list[str](), time.process_time()
     first, last = options.seeds
     for seed in range(first, last + 1):
-        result = Swarm(storm_settings(seed), EventLog(digests=False)).run()
+        result = VirtualSwarm(storm_settings(seed), EventLog(digests=False)).run()
         broken += [f"seed {seed}: {violation}" for violation in result.violations[:3]]
     used_s = (time.process_time() - began_s) * 200 / (last + 1 - first)
     return {"broken": broken, "core_s_of_200": against(used_s, 360.0, at_most=True)}
@@ -188,7 +188,7 @@ def ends(options: argparse.Namespace) -> Figures:
     broken, lacked, rows = list[str](), 0, list[dict[str, float]]()
     for seed in range(*options.seeds):
         of = drawn(seed)
-        result = Swarm(of, EventLog(digests=False)).run()
+        result = VirtualSwarm(of, EventLog(digests=False)).run()
         if result.violations:
             storm = " (a storm)" if isinstance(of.faults, Storm) else ""
             broken.append(f"seed {seed}{storm}: {'; '.join(map(str, result.violations[:3]))}")

@@ -33,7 +33,7 @@ def one_machine(*others: int) -> Rounds:
 
 
 def offer_of(round_: int = 1, weight: float = 2.0, payload: bytes = bytes(range(128))) -> Offer:
-    return Offer(0, round_, round_ - 1, DIGEST, payload, weight)
+    return Offer(0, round_, round_ - 1, DIGEST, payload, weight, offer_id=bytes(8))
 
 
 def drain(machine: Rounds) -> list[object]:
@@ -58,7 +58,7 @@ def begun_member() -> tuple[Rounds, wire.Begin, PeerId, PeerId]:
     machine.messages_to_send()
     begin = wire.Begin(
         key=wire.RoundKey(fragment=0, round=1),
-        members=[wire.Member(peer=name, weight=2.0, base_version=0) for name in names],
+        members=[wire.Member(peer=name, weight=2.0, offer_id=bytes(8)) for name in names],
         parts=[
             wire.PartSpec(owner=me, start_block=0, stop_block=8),
             wire.PartSpec(owner=next(n for n in names if n not in (me, first)), start_block=8, stop_block=16),

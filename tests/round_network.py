@@ -56,7 +56,7 @@ def forged_commit(
         key=RoundKey(fragment=0, round=round_, attempt=attempt), run=run, state_digest=digest,
         coordinator=identity.peer_id, live=len(members),
     )  # fmt: skip
-    outcome.members.extend(Member(peer=name, weight=1.0) for name in sorted(members))
+    outcome.members.extend(Member(peer=name, weight=1.0, offer_id=bytes(8)) for name in sorted(members))
     part = outcome.parts.add(start_block=0, stop_block=blocks, digest=hashlib.sha256(b"a lie").digest())
     part.contributors.extend(Contributor(peer=name, weight=1.0) for name in sorted(members))
     return certify(outcome, identity)
@@ -209,7 +209,7 @@ class Network:
     def _view(self, name: PeerId) -> PeerView:
         states = self.peers[name].states
         versions, peer = tuple(states[f][0] for f in range(len(states))), self.peers[name].machine
-        return PeerView(self.uploads[name], True, versions, counted=peer.has_worked(name))
+        return PeerView(self.uploads[name], True, versions, counted=peer.swarm.voters.has_worked(name))
 
     def mislead(self, name: PeerId, share: float) -> None:
         """Membership of one peer wrongly drops a share of the others."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from p2p_co2.errors import P2PCo2Error
-from p2p_co2.simnet import EventLog, Result, Swarm
+from p2p_co2.simnet import EventLog, Result, VirtualSwarm
 from p2p_co2.simnet.campaign import STORM_OFFER_S, STORM_UNTIL_S, storm_settings
 from p2p_co2.telemetry.events import RoundCommitted
 
@@ -26,7 +26,7 @@ BUGS = (
 def play(seed: int) -> tuple[Result, list[str]]:
     """One storm, and what is wrong with it: broken laws, a bug that ended it, a kind of fault that did not
     come to pass, no round after the last of them."""
-    swarm, after = Swarm(storm_settings(seed), EventLog(digests=False)), [0]
+    swarm, after = VirtualSwarm(storm_settings(seed), EventLog(digests=False)), [0]
 
     def count(event: RoundCommitted) -> None:
         after[0] += swarm.world.now > STORM_UNTIL_S

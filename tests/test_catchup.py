@@ -83,19 +83,6 @@ def test_a_version_stays_whole_while_the_donors_move_on() -> None:
         assert all(world.machines[donor].donor.history.find(1, version) for version in range(8, 14))
 
 
-def test_large_states_are_loaded_one_after_the_other_and_small_ones_at_once() -> None:
-    assert SMALL < EXPORTS_FREE_BYTES < LARGE
-    world = World(donors=2, rate=2e6)
-    for fragment in (2, 1, 0):
-        world.want(fragment)
-    most = 0
-    while len(world.events) < 3:
-        world.run(seconds=0.5, enough=3)
-        most = max(most, *(machine.donor.exported_bytes() for machine in world.machines.values()))
-    assert [event.goal.fragment for event in world.events if isinstance(event, Fetched)] == [2, 0, 1]
-    assert most <= max(LARGE, EXPORTS_FREE_BYTES)
-
-
 # ---- what a donor holds
 
 
@@ -142,8 +129,7 @@ def test_a_mean_beyond_the_bound_goes_once_all_have_it(mean_bytes: int) -> None:
 
 def test_who_has_loaded_a_state_has_time_to_replay_the_rounds_since() -> None:
     """As soon as it asks for the state of another fragment, the one that it has loaded makes room; the rounds
-    after that went with it, a moment before it asked for the first of them (run 802396 of
-    ``benchmarks/offline.py ends``)."""
+    after it stay."""
     large = 3 * EXPORTS_FREE_BYTES // 4  # no room for two
     machine = CatchUp(IDENTITIES[1], RUN, TransferSizes((1000, 10), (large, large)))
     chunks = chunk_count(large, machine.donor.shape.chunk_bytes)

@@ -12,7 +12,7 @@ from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.protocol.catchup import policy
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, HeldState, Mine, Move, PeerReport, Why
 from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
-from p2p_co2.simnet import EventLog, Settings, Swarm
+from p2p_co2.simnet import EventLog, Settings, VirtualSwarm
 from p2p_co2.simnet.oversight import HEAL_ROUNDS
 from p2p_co2.telemetry.events import CaughtUp, Event, RoundCommitted, Warned
 from p2p_co2.wire.heartbeat import SLOWEST_HEARTBEAT_S
@@ -156,7 +156,7 @@ class Asleep:
     calm_at: float
     is_net: bool = False
 
-    def plan(self, swarm: Swarm) -> None:
+    def plan(self, swarm: VirtualSwarm) -> None:
         if self.is_net:
             sides = {peer: index for index, peer in enumerate(swarm.peer_ids())}
             swarm.world.call_at(self.at, swarm.internet.split, sides)
@@ -194,7 +194,7 @@ def test_one_that_trained_alone_and_those_who_wake_end_in_one_state(
     log.readers.append(hear)
     faults = fault  # a plan like ``Churn`` and ``Storm``
     settings = Settings(run=run, peers=peers, seed=1, faults=faults, profile="fibre")  # type: ignore[arg-type]
-    swarm = Swarm(settings, log)
+    swarm = VirtualSwarm(settings, log)
     result = swarm.run()
     assert result.violations == []
     assert swarm.books.written_off["counted in a history that was given up"] > 0
@@ -216,7 +216,7 @@ def test_four_that_were_cut_off_from_one_another_are_soon_in_one_state(
     clock = ClockConfig(mode="time", round_s=4.0, rounds=rounds)
     run, fault = RunConfig(name="sleepers", fragments=2, clock=clock), Asleep(at, at + 12.0, is_net=True)
     settings = Settings(run=run, peers=4, seed=seed, faults=fault, profile="fibre")  # type: ignore[arg-type]
-    result = Swarm(settings, EventLog(digests=False)).run()
+    result = VirtualSwarm(settings, EventLog(digests=False)).run()
     assert result.violations == []
     assert result.forks > 0
     assert result.longest_fork_s < 12.0 + HEAL_ROUNDS * clock.round_s

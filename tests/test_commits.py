@@ -189,7 +189,7 @@ async def test_a_ledger_that_adopts_is_told_who_is_in_the_round_after_its_state(
         place.rounds.set_state(0, 4, THEIRS)
     place.rounds.receive(decision_of(MEMBERS), COORDINATOR.peer_id, 2.0)
     await place.outer.adopt(0, b"", AgreedVersion(9, bytes(32)))
-    weights = PartWeights(0, 4, dict.fromkeys(MEMBERS, 1.0))
+    weights = PartWeights(0, 4, dict.fromkeys(MEMBERS, 1.0), dict.fromkeys(MEMBERS, bytes(8)))
     assert place.ledger.adopted == [(weights,) if is_ours else None]
 
 
@@ -301,7 +301,7 @@ def decision_of(members: list[PeerId]) -> Decision:
         coordinator=COORDINATOR.peer_id,
         live=len(members),
         state_digest=START,
-        members=[Member(peer=peer, weight=1.0, base_version=4) for peer in members],
+        members=[Member(peer=peer, weight=1.0, base_version=4, offer_id=bytes(8)) for peer in members],
         parts=[
             PartOutcome(
                 start_block=0,

@@ -10,7 +10,7 @@ import pytest
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.rounds import parts
-from p2p_co2.simnet import EventLog, Settings, Swarm
+from p2p_co2.simnet import EventLog, Settings, VirtualSwarm
 from p2p_co2.simnet.work import BLOCK_BYTES
 from p2p_co2.telemetry.events import Event, FragmentApplied, RoundCommitted
 
@@ -55,7 +55,7 @@ def train(
         blocks=(BLOCKS,) * fragments, real_bytes_per_block=payload_bytes / BLOCKS, step_s=step_s,
         speed_spread=1.0, start_spread_s=0.1, largest_skew_s=0.0, largest_drift=0.0,
     )  # fmt: skip
-    swarm = Swarm(settings, EventLog(digests=False))
+    swarm = VirtualSwarm(settings, EventLog(digests=False))
     for volunteer, rate in zip(swarm.volunteers, mbit, strict=True):
         up = int(rate * 1e6)
         volunteer.profile = LinkProfile("line", up, up, latency_ms, 0.0, 0.0, "open")

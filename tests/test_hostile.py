@@ -67,7 +67,7 @@ def offences(me: PeerId, identity: Identity) -> dict[str, bytes]:
     old = RoundKey(fragment=0, round=1, attempt=bytes(16))
     outcome = Outcome(
         key=RoundKey(fragment=0, round=5, attempt=bytes(16)), run=RUN.digest(), coordinator=me, live=1,
-        state_digest=bytes(32), members=[Member(peer=me, weight=1.0)],
+        state_digest=bytes(32), members=[Member(peer=me, weight=1.0, offer_id=bytes(8))],
         parts=[
             PartOutcome(stop_block=73, digest=bytes(32), contributors=[Contributor(peer=me, weight=1.0)])
         ],

@@ -10,9 +10,9 @@ import pytest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol import membership
 from p2p_co2.protocol.membership import (
-    Joined,
     Left,
     Membership,
+    NewPeer,
 )
 from p2p_co2.wire.heartbeat import (
     HEARTBEAT_S,
@@ -135,7 +135,7 @@ def test_a_pong_of_a_peer_that_found_no_room_is_no_event(monkeypatch: pytest.Mon
     machine.receive(Ping(nonce=1, status=Status()), B, 100.0)
     machine.receive(Pong(nonce=1, ping_sent_at=100.0, status=Status()), C, 100.2)
     assert set(machine.live) == {B}
-    assert drain(machine) == [Joined(B)]
+    assert drain(machine) == [NewPeer(B)]
 
 
 def test_strangers_that_come_and_go_leave_no_more_behind_than_the_bound(

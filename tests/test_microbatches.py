@@ -9,11 +9,12 @@ import pytest
 
 from p2p_co2.planning.pipeline import StageLoad
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.protocol.pipeline import Key, Pipeline, machine
+from p2p_co2.protocol.pipeline import Key, Pipeline, transit
+from p2p_co2.protocol.pipeline.neighbours import Neighbours
 from p2p_co2.simnet import microbatches
 from p2p_co2.simnet.campaign import play_stage_storm
 from p2p_co2.simnet.internet import Noise
-from p2p_co2.simnet.microbatches import Layout, MicrobatchBooks, StagePeer, VirtualStages
+from p2p_co2.simnet.microbatches import Layout, MicrobatchBooks, StageVolunteer, VirtualStages
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Declined, Dropped
 
@@ -39,7 +40,9 @@ def world_of(
     counts: list[int], forward_s: float = 0.05, line: LinkProfile = LINE, **layout: Any
 ) -> VirtualStages:
     stages = loads(*[forward_s] * len(counts))
-    return VirtualStages(Layout(stages=stages, **layout), [[StagePeer(line)] * count for count in counts])
+    return VirtualStages(
+        Layout(stages=stages, **layout), [[StageVolunteer(line)] * count for count in counts]
+    )
 
 
 def named(world: VirtualStages, stage: int) -> list[PeerId]:
@@ -74,6 +77,18 @@ def test_a_storm_is_the_same_again() -> None:
     assert first == again != other
 
 
+def test_neighbours_are_told_of_their_room_in_one_order() -> None:
+    """So a storm is the same in any process."""
+    told = list[PeerId]()
+    neighbours = Neighbours(PeerId("me"), 1, 7, b"", lambda peer, said: told.append(peer))
+    for number in range(8):
+        neighbours.join(PeerId(f"peer {number}"), 0)
+    del told[:]
+    neighbours.grant(8)
+    assert told == sorted(told)
+    assert len(told) == 8
+
+
 class SendsAgain(Pipeline):
     """Takes any doubt for a no: what was dropped behind goes to another replica."""
 
@@ -85,7 +100,7 @@ class SendsAgain(Pipeline):
 
 def test_a_microbatch_that_is_sent_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbatches, "Pipeline", SendsAgain)
-    laws = {broken.law for seed in range(1, 9) for broken in play_stage_storm(seed).books.violations}
+    laws = {broken.law for seed in (4, 5) for broken in play_stage_storm(seed).books.violations}
     assert "once" in laws
 
 
@@ -133,7 +148,7 @@ def test_the_drain_under_1f1b_is_p_of_2m(stages: int, microbatches: int) -> None
 
 def test_what_a_gradient_leaves_out_has_an_heir_until_the_last() -> None:
     """The law "heir" holds for unequal replicas of four stages, and those that share no path are found."""
-    peers = [[StagePeer(LINE), StagePeer(LINE, 0.6)] for _ in range(4)]
+    peers = [[StageVolunteer(LINE), StageVolunteer(LINE, 0.6)] for _ in range(4)]
     world = VirtualStages(Layout(stages=loads(0.05, 0.03, 0.06, 0.02), microbatches=16), peers)
     world.run(60)
     assert all(
@@ -144,8 +159,8 @@ def test_what_a_gradient_leaves_out_has_an_heir_until_the_last() -> None:
 
 
 def test_an_heir_of_another_path_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_onward", lambda path, *here: 0)
-    laws = {broken.law for seed in range(1, 9) for broken in play_stage_storm(seed).books.violations}
+    monkeypatch.setattr(transit, "_onward", lambda path, *here: 0)
+    laws = {broken.law for seed in (1, 2) for broken in play_stage_storm(seed).books.violations}
     assert laws == {"heir"}
 
 
@@ -153,10 +168,13 @@ def test_an_heir_is_counted_in_the_inner_step_of_what_it_inherits() -> None:
     """Also where the line binds, so that gradients are urgent before the step's last forward: the queue of
     the last stage holds more than the step begins."""
     narrow = LinkProfile("narrow", 5_000_000, 800_000_000, 10.0, 0.0, 0.0, "open")
-    peers = [[StagePeer(LINE), StagePeer(LINE, 0.75)], [StagePeer(LINE), StagePeer(LINE, 0.75)]]
+    peers = [
+        [StageVolunteer(LINE), StageVolunteer(LINE, 0.75)],
+        [StageVolunteer(LINE), StageVolunteer(LINE, 0.75)],
+    ]
     stages = loads(0.01, 0.005, 0.02)
     world = VirtualStages(
-        Layout(stages=stages, microbatches=8, urgent_bytes=5_000), [*peers, [StagePeer(narrow)]]
+        Layout(stages=stages, microbatches=8, urgent_bytes=5_000), [*peers, [StageVolunteer(narrow)]]
     )
     world.run(60)
     assert world.books.urgent[2] > 0.9 * world.books.gradients[2] > 0
@@ -171,7 +189,7 @@ def test_gradients_are_urgent_where_the_line_binds() -> None:
     for urgent in (0, 5_000):
         world = VirtualStages(
             Layout(stages=loads(0.01, 0.01, 0.01), microbatches=32, urgent_bytes=urgent),
-            [[StagePeer(line)]] * 3,
+            [[StageVolunteer(line)]] * 3,
         )
         world.run(120)
         finish(world)
@@ -204,7 +222,7 @@ def test_equal_replicas_are_busy(microbatches: int) -> None:
 
 def test_unequal_groups_are_busy_where_it_binds() -> None:
     stages = loads(0.05, 0.02, 0.04)
-    peers = [[StagePeer(LINE)] * count for count in (3, 1, 2)]
+    peers = [[StageVolunteer(LINE)] * count for count in (3, 1, 2)]
     world = VirtualStages(Layout(stages=stages, microbatches=32), peers)
     world.run(120)
     busy = [sum(r.spent.busy_s for r in world.of_stage(stage)) / 120 for stage in range(3)]
@@ -217,7 +235,7 @@ def test_a_slow_replica_holds_nobody_up() -> None:
     made = []
     for speed in (1.0, 0.25):
         world = world_of([2, 2], microbatches=32)
-        slow = world.add(1, StagePeer(LINE, speed))
+        slow = world.add(1, StageVolunteer(LINE, speed))
         world.run(200)
         made.append(world.books.tokens[0])
     counted = [list(world.books.counted[1].values()).count(me) for me in named(world, 1)]
@@ -316,7 +334,7 @@ def test_a_long_queue_that_moves_is_not_late() -> None:
     """Where the uplink binds, a window takes several times as long as the first microbatch of a step."""
     slow = replace(LINE, up_bits_per_s=20_000_000)
     stages = loads(*[0.02] * 4, size=500_000)
-    world = VirtualStages(Layout(stages=stages, microbatches=128), [[StagePeer(slow)]] * 4)
+    world = VirtualStages(Layout(stages=stages, microbatches=128), [[StageVolunteer(slow)]] * 4)
     world.run(150)
     assert not any(replica.spent.dropped for replica in world.replicas.values())
     finish(world)
@@ -345,7 +363,7 @@ def test_an_empty_stage_is_said_and_comes_back() -> None:
     stood = world.books.tokens[0]
     world.run(30)
     assert world.books.tokens[0] == stood
-    world.add(1, StagePeer(LINE))
+    world.add(1, StageVolunteer(LINE))
     world.run(5)
     assert world.books.tokens[0] > stood + 8 * world.layout.tokens
     finish(world)
@@ -354,7 +372,7 @@ def test_an_empty_stage_is_said_and_comes_back() -> None:
 def test_a_newcomer_counts_soon_and_takes_its_share() -> None:
     world = world_of([2, 1, 2], microbatches=16)
     world.run(30)
-    newcomer = world.add(1, StagePeer(LINE))
+    newcomer = world.add(1, StageVolunteer(LINE))
     world.run(5)
     mine = list(world.books.counted[1].values()).count(newcomer)
     assert mine > 0

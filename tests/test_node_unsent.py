@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.simnet import EventLog, Settings, Storm, Swarm
+from p2p_co2.simnet import EventLog, Settings, Storm, VirtualSwarm
 from p2p_co2.simnet.oversight import Oversight
 from p2p_co2.wire.messages_pb2 import Fetch
 
@@ -26,7 +26,7 @@ def test_nothing_waits_for_another_turn_to_be_sent(monkeypatch: pytest.MonkeyPat
     clock = ClockConfig(mode="time", round_s=4.0, rounds=9)
     run = RunConfig(name="unsent", fragments=2, clock=clock)
     settings = Settings(run=run, peers=12, seed=3, faults=Storm(3.0, 19.0), blocks=(6, 3))
-    swarm = Swarm(settings, EventLog(digests=False))
+    swarm = VirtualSwarm(settings, EventLog(digests=False))
     transmit = type(swarm.internet).deliver
 
     def deliver(net: object, sender: object, receiver: object, at: float, data: object, size: float) -> None:

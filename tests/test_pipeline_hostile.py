@@ -98,12 +98,12 @@ def test_one_that_drops_all_at_once_gets_no_more_than_a_window() -> None:
         machine = liar.node.machine
 
         def drop(message: Any, key: Key, sender: PeerId, peer: NeighbourPeer, now: float) -> bool:
-            machine._out.append((sender, Dropped(key=key.on_wire())))
+            machine._transit.out.append((sender, Dropped(key=key.on_wire())))
             peer.granted += 1
-            machine._peers.introduce(sender)
+            machine._transit.peers.introduce(sender)
             return True
 
-        machine._take_forward = drop  # type: ignore[method-assign]
+        machine._transit.take_forward = drop  # type: ignore[method-assign]
         stood = first.counted.total()
         await asyncio.sleep(12.0)
         assert first.counted.total() > stood + 4 * MICROBATCHES

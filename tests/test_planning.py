@@ -45,7 +45,7 @@ from p2p_co2.planning.profiles import MIX_SHARES, PROFILES, LinkProfile, profile
 from p2p_co2.planning.simulator import Job, utilisation
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.recipes import load_recipe
-from p2p_co2.simnet.microbatches import Layout, StagePeer
+from p2p_co2.simnet.microbatches import Layout, StageVolunteer
 from p2p_co2.simnet.stage_forecast import StagedSetting, cheapest_change, forecast_stages
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer.stages.peer import AGREED_COPIES, TRAINED_COPIES
@@ -620,7 +620,7 @@ def staged(
 ) -> StagedSetting:
     line = LinkProfile("line", up_bits_per_s, 8 * 10**12, 0.0, 0.0, 0.0, "open")
     loads = loads_of(stage_costs(len(counts)), "int8", "int8")
-    peers = tuple((StagePeer(line),) * count for count in counts)
+    peers = tuple((StageVolunteer(line),) * count for count in counts)
     return StagedSetting(Layout(stages=loads, microbatches=microbatches, tokens=64), peers)
 
 
@@ -665,7 +665,7 @@ def test_more_microbatches_drain_less_and_the_advice_says_so() -> None:
 
 def test_a_long_way_is_named_where_the_window_is_full() -> None:
     line = LinkProfile("line", 8 * 10**12, 8 * 10**12, 400.0, 0.0, 0.0, "open")
-    setting = staged(microbatches=64)._replace(peers=((StagePeer(line),),) * 2)
+    setting = staged(microbatches=64)._replace(peers=((StageVolunteer(line),),) * 2)
     assert forecast_stages(setting).binding == "latency"
 
 

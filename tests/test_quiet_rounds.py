@@ -13,7 +13,7 @@ from p2p_co2.protocol.membership import (
     QUIET_BEATS_MISSED,
     Membership,
 )
-from p2p_co2.simnet import EventLog, Settings, Swarm
+from p2p_co2.simnet import EventLog, Settings, VirtualSwarm
 from p2p_co2.telemetry.events import PeerLeft
 from p2p_co2.wire.heartbeat import (
     LONGEST_HEARTBEAT_S,
@@ -68,7 +68,7 @@ def quiet_swarm(round_s: float, **more: Any) -> Settings:
 def test_a_swarm_makes_its_long_rounds_and_notices_who_loses_power_and_who_hangs() -> None:
     gone: dict[str, float] = {}
     log = EventLog(digests=False)
-    swarm = Swarm(quiet_swarm(300.0), log)
+    swarm = VirtualSwarm(quiet_swarm(300.0), log)
     powerless, hanging = swarm.volunteers[1].identity.peer_id, swarm.volunteers[2].identity.peer_id
     log.readers.append(
         lambda event: gone.setdefault(event.other, swarm.world.now) if isinstance(event, PeerLeft) else None

@@ -93,6 +93,6 @@ def test_what_the_last_round_took_may_be_let_go_before_the_next_mean_takes_memor
 
     monkeypatch.setattr(exchange, "large_buffer", taken)
     machine, begin, coordinator, _ = begun_member()
-    machine.when_begun(lambda: order.append("let go"))
+    machine.outlet.on_begun = lambda: order.append("let go")
     machine.receive(begin, coordinator, 0.1)
     assert order == ["let go", "mean"]

@@ -15,7 +15,7 @@ from p2p_co2.protocol.rounds import (
     PayloadShape,
     ReduceWanted,
     Stale,
-    offer_state,
+    own_offer,
     parts,
 )
 from p2p_co2.protocol.rounds.history import History
@@ -212,12 +212,12 @@ def test_the_states_and_what_may_follow_are_those_of_the_page() -> None:
         state: re.findall("`([A-Z][a-z]+)`", following)
         for state, following in re.findall(r"^\| `([A-Z][a-z]+)` \|.*\|([^|]*)\|$", page, re.MULTILINE)
     }
-    offers = {state: following and (following,) for state, following in offer_state.NEXT.items()}
+    offers = {state: following and (following,) for state, following in own_offer.NEXT.items()}
     coded = {state.__name__: [one.__name__ for one in of or ()] for state, of in {**offers, **NEXT}.items()}
     assert drawn == coded
 
 
 def test_a_state_that_does_not_follow_is_a_bug() -> None:
-    state = offer_state.OfferState(offer_of(), 0.0)
+    state = own_offer.OwnOffer(offer_of(), 0.0)
     with pytest.raises(LocalProtocolError):
-        state.become(offer_state.Waiting())
+        state.become(own_offer.Waiting())

@@ -34,7 +34,10 @@ def outcome_of(round_: int = 1, live: int = 3, **change: Any) -> wire.Outcome:
     fields: dict[str, Any] = {
         "key": wire.RoundKey(fragment=0, round=round_, attempt=b"a" * 16), "run": RUN, "live": live,
         "coordinator": IDS[0].peer_id, "state_digest": DIGEST,
-        "members": [wire.Member(peer=one.peer_id, weight=2.0, base_version=round_ - 1) for one in IDS],
+        "members": [
+            wire.Member(peer=one.peer_id, weight=2.0, base_version=round_ - 1, offer_id=bytes(8))
+            for one in IDS
+        ],
         "parts": [
             wire.PartOutcome(
                 start_block=0, stop_block=16, digest=hashlib.sha256(b"mean").digest(),
@@ -136,7 +139,7 @@ def whole(machine: Rounds, begin: wire.Begin, coordinator: PeerId, other: PeerId
 
 
 def outcome_signed(machine: Rounds) -> bytes:
-    member = machine._fragments[0].member
+    member = machine._fragments[0].mine.member
     assert member is not None
     assert isinstance(member.state, Signed)
     return member.state.outcome
@@ -198,7 +201,7 @@ def test_a_commit_of_others_is_believed_if_most_live_peers_are_in_it(
     chosen = sorted(others if signers else strangers, key=lambda one: one.peer_id)
     machine = one_machine(1, 2)
     outcome = outcome_of(
-        live=2, members=[wire.Member(peer=one.peer_id, weight=2.0) for one in chosen],
+        live=2, members=[wire.Member(peer=one.peer_id, weight=2.0, offer_id=bytes(8)) for one in chosen],
         parts=[wire.PartOutcome(
             stop_block=16, digest=bytes(32),
             contributors=[wire.Contributor(peer=one.peer_id, weight=2.0) for one in chosen],

@@ -16,14 +16,13 @@ from p2p_co2.protocol.rounds.deadline import (
     Cadence,
     Durations,
     Punctuality,
-    ReadyHistory,
     adaptive_deadline_s,
     gather_least_s,
     parts_deadline_s,
 )
 from p2p_co2.protocol.rounds.owner import Arrivals
 from p2p_co2.protocol.rounds.parts import BlockRange
-from p2p_co2.protocol.rounds.swarm import Swarm
+from p2p_co2.protocol.rounds.swarm import RoundSwarm
 from p2p_co2.wire.identity import PeerId
 from tests.round_machine import DIGEST
 
@@ -38,30 +37,32 @@ def test_deadline_is_median_and_spread_between_floor_and_cap() -> None:
     assert adaptive_deadline_s((100.0,), 10.0, 0.3, 30.0) == 30.0
 
 
+def cadence_of(rounds: range, after_s: float, period_s: float = 0.0, known: Cadence | None = None) -> Cadence:
+    """In so many rounds the last READY came so long after the first; a round is made each ``period_s``."""
+    cadence = known or Cadence()
+    for round_ in rounds:
+        cadence.ready_came(round_, 1000.0 * round_)
+        cadence.ready_came(round_, 1000.0 * round_ + after_s)  # after BEGIN, perhaps: measured all the same
+        if period_s:
+            cadence.committed(round_, period_s * round_)
+    return cadence
+
+
 def test_ready_deadline_learns_from_late_arrivals() -> None:
-    history = ReadyHistory()
-    assert history.deadline_s(1) == limits.GATHER_DEFAULT_S
-    for round_ in range(1, 6):
-        history.arrived(round_, 100.0 * round_)
-        history.arrived(round_, 100.0 * round_ + 8.0)  # after BEGIN, perhaps: measured all the same
-    assert history.deadline_s(6) == 10.0
-    for round_ in range(6, 40):
-        history.arrived(round_, 100.0 * round_)
-        history.arrived(round_, 100.0 * round_ + 0.1)
-    assert history.deadline_s(40, 10.6 / 4) == 10.6 / 16  # a round of 10.6 s has room for steps of 0.5 s
-    assert history.deadline_s(40, 1.0) == limits.GATHER_FLOOR_S
-    assert history.deadline_s(40) == GATHER_LEAST_CAP_S
+    assert Cadence().gather_s(1) == limits.GATHER_DEFAULT_S
+    cadence = cadence_of(range(1, 6), 8.0)
+    assert cadence.gather_s(6) == 10.0
+    assert cadence_of(range(6, 40), 0.1, known=cadence).gather_s(40) == GATHER_LEAST_CAP_S
+    assert cadence_of(range(1, 9), 0.1, period_s=10.6).gather_s(9) == pytest.approx(10.6 / 16)
+    assert cadence_of(range(1, 9), 0.1, period_s=2.0).gather_s(9) == limits.GATHER_FLOOR_S
 
 
 def test_readies_are_waited_for_as_long_as_an_inner_step_within_their_cap() -> None:
-    """In rounds of 4.3 s with steps of 1 s the deadline was 0.3 s: who ended its step last was left out."""
+    """So no step of 1 s in rounds of 4.3 s is left out."""
     assert gather_least_s(1.1) == limits.GATHER_FLOOR_S
     assert [gather_least_s(4.0, step_s) for step_s in (0.4, 1.0, 2.0, 9.0)] == [1.0, 1.25, 2.5, 4.0]
-    history = ReadyHistory()
-    for round_ in range(1, 9):
-        history.arrived(round_, 10.0 * round_)
-        history.arrived(round_, 10.0 * round_ + 0.1)
-    assert [history.deadline_s(9, 4.0, step_s) for step_s in (0.0, 2.0)] == [1.0, 2.5]
+    cadence = cadence_of(range(1, 9), 0.1, period_s=16.0)
+    assert [cadence.gather_s(9, step_s) for step_s in (0.0, 2.0)] == [1.0, 2.5]
 
 
 def test_who_is_a_round_behind_is_waited_for_half_of_the_time_between_rounds() -> None:
@@ -86,12 +87,8 @@ def test_ready_is_waited_for_at_most_a_share_of_the_time_between_rounds() -> Non
         cadence.committed(round_, at)
     assert cadence.period_s == 8.0
     assert cadence.gather_cap_s(6) == 2.0
-    history = ReadyHistory()
-    for round_ in range(1, 9):
-        history.arrived(round_, 0.0)
-        history.arrived(round_, 5.0)
-    assert history.deadline_s(9) == 6.25
-    assert history.deadline_s(9, cadence.gather_cap_s(9)) == 2.0
+    assert cadence_of(range(1, 9), 5.0).gather_s(9) == 6.25
+    assert cadence_of(range(1, 9), 5.0, period_s=8.0).gather_s(9) == 2.0
     by_steps = Cadence(0.0, limits.GATHER_SHARE_BY_STEPS)
     for round_, at in [(1, 100.0), (2, 108.0)]:
         by_steps.committed(round_, at)
@@ -120,7 +117,7 @@ def test_who_owes_several_slices_is_in_time_with_all_of_them_or_late() -> None:
         0, 1, bytes(16), {me: Share(1.0, 0), other: Share(1.0, 0)}, (BlockRange(0, 8), BlockRange(8, 16)),
         (me, me), (both, both), DIGEST, me, 5.0, 12.0,
     )  # fmt: skip
-    swarm, observed = Swarm(me, PayloadShape(8, (16,))), Durations()
+    swarm, observed = RoundSwarm(me, PayloadShape(8, (16,))), Durations()
     swarm.set_live({other: PeerView()})
     for occasion in range(2):
         swarm.slices.missed(other, occasion)

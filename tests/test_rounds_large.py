@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import PayloadShape, bounds
-from p2p_co2.protocol.rounds.attempt import read_begin
 from p2p_co2.protocol.rounds.deadline import Durations, parts_deadline_s
-from p2p_co2.simnet import EventLog, Settings
-from p2p_co2.simnet import Swarm as SimulatedSwarm
+from p2p_co2.simnet import EventLog, Settings, VirtualSwarm
 from p2p_co2.telemetry.events import Event, RoundAborted, RoundCommitted
-from p2p_co2.wire import messages_pb2 as wire
-from tests.round_network import Network
 
 PEERS = 6
 
@@ -28,7 +21,7 @@ def test_the_first_round_of_a_large_payload_commits_at_the_first_try() -> None:
     settings = Settings(
         run=run, peers=PEERS, seed=1, profile="dsl", blocks=(16,), real_bytes_per_block=1e7 / 16, step_s=2.0
     )
-    result = SimulatedSwarm(settings, log).run()
+    result = VirtualSwarm(settings, log).run()
     assert not [event for event in events if isinstance(event, RoundAborted)]
     assert sum(isinstance(event, RoundCommitted) for event in events) == PEERS
     assert len(set(result.digests.values())) == 1
@@ -44,17 +37,3 @@ def test_slices_are_waited_for_as_long_as_a_round_where_rounds_are_long() -> Non
     liar.add(1e9)
     assert parts_deadline_s(400.0, liar, long.parts_cap_s) == 3600.0
     assert parts_deadline_s(1e9, Durations(), long.parts_cap_s) == 3600.0
-
-
-@pytest.mark.parametrize("round_s", [0.0, 3600.0])
-def test_a_begin_that_asks_for_more_than_the_runs_cap_is_refused(round_s: float) -> None:
-    net = Network(2, shape=PayloadShape(8, (16,), round_s=round_s))
-    net.offer_all()
-    net.run(15.0)
-    begin, sender = next((m, source) for source, _, m in net.sent if isinstance(m, wire.Begin))
-    cap_s = net.shape.parts_cap_s
-    begin.parts_within_s = cap_s
-    read_begin(begin, sender, net.shape)
-    begin.parts_within_s = cap_s + 1
-    with pytest.raises(RemoteProtocolError, match="impossible duration"):
-        read_begin(begin, sender, net.shape)

@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 
 from p2p_co2.protocol.rounds import Committed, PayloadShape
 from p2p_co2.protocol.rounds.deadline import SAFETY
-from p2p_co2.protocol.rounds.parts import Rates, divide
+from p2p_co2.protocol.rounds.parts import LineRates, divide
 from p2p_co2.protocol.rounds.repute import FORGIVING, HARDEST, LATE_TIMES, LEAST, Lateness
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Begin, Mean
@@ -51,7 +51,7 @@ def test_a_boast_costs_the_others_few_rounds(boast: float, members: int) -> None
     blocks, rate, lateness, took_s = 10_000, 1e6, Lateness(), []
     claims = {PeerId(f"p{number:02}"): rate for number in range(members)} | {PeerId("p00"): boast * rate}
     for round_ in range(100):
-        rates = {peer: Rates(claim, 0.0, lateness.of_claim(peer)) for peer, claim in claims.items()}
+        rates = {peer: LineRates(claim, 0.0, lateness.of_claim(peer)) for peer, claim in claims.items()}
         division = divide(blocks, 100, rates, (0, round_), 0.0)
         owned = dict.fromkeys(division.owners, 0)
         for (start, stop), owner in zip(division.ranges, division.owners, strict=True):

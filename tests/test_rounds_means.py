@@ -21,9 +21,9 @@ from p2p_co2.protocol.rounds.certificate import Seals, Signer
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Distrusted
 from p2p_co2.protocol.rounds.exchange import Exchange
-from p2p_co2.protocol.rounds.parts import BlockRange, Rates, divide
+from p2p_co2.protocol.rounds.parts import BlockRange, LineRates, divide
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
 from tests.certificates import signed_mean
@@ -89,8 +89,8 @@ def test_which_mean_is_refused(
         0, 1, bytes(16), shares, ranges, tuple(peers), (frozenset(peers),) * 4, bytes(32), peers[1], 1.0, 1.0,
         4, 4.0,
     )  # fmt: skip
-    swarm, outlet = Swarm(peers[0], SHAPE), Outlet(peers[0])
-    offer = Offer(0, 1, 0, bytes(32), bytes(128), 1.0)
+    swarm, outlet = RoundSwarm(peers[0], SHAPE), Outlet(peers[0])
+    offer = Offer(0, 1, 0, bytes(32), bytes(128), 1.0, offer_id=bytes(8))
     seals = Seals(Signer(IDENTITIES[0], RUN), attempt)
     exchange = Exchange(offer, attempt, swarm, outlet, seals=seals, observed=Durations(), now=0.0)
     for part, owner in enumerate(peers[1:], 1):
@@ -159,7 +159,7 @@ def test_those_that_refuse_are_not_waited_for() -> None:
 def test_who_lied_about_a_mean_is_given_no_part_as_long_as_the_others_can_own_it_all(members: int) -> None:
     peers = [PeerId(f"p{index:02}") for index in range(members)]
     for liars in range(members + 1):
-        rates = {peer: Rates(1e6, 0.0, float(index >= liars)) for index, peer in enumerate(peers)}
+        rates = {peer: LineRates(1e6, 0.0, float(index >= liars)) for index, peer in enumerate(peers)}
         owners = set(divide(1000, 68, rates, (0, 1), 0.0).owners)
         assert owners == (set(peers[liars:]) if 2 * liars <= members else set(peers))
 

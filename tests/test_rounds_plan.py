@@ -26,14 +26,14 @@ from p2p_co2.protocol.rounds.parts import (
     PIPELINED_BYTES,
     BlockRange,
     Division,
-    Rates,
+    LineRates,
     covers,
     divide,
     parts_each,
     split_blocks,
 )
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, named
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm, named
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS, MAX_PIECE_BYTES
@@ -57,19 +57,21 @@ def test_parts_follow_the_upload_rates() -> None:
 def divided(uploads: list[float], downloads: list[float] | None = None, round_: int = 1) -> Division:
     """A payload of 1200 blocks of one byte; nothing is cheap."""
     caps = downloads or [0.0] * len(uploads)
-    rates = {PeerId(f"p{i}"): Rates(up, down) for i, (up, down) in enumerate(zip(uploads, caps, strict=True))}
+    rates = {
+        PeerId(f"p{i}"): LineRates(up, down) for i, (up, down) in enumerate(zip(uploads, caps, strict=True))
+    }
     return divide(1200, 1, rates, (0, round_), 0.0)
 
 
 def test_a_large_share_is_cut_for_a_pipeline() -> None:
-    rates = {PeerId(f"p{i}"): Rates(1e6) for i in range(4)}
+    rates = {PeerId(f"p{i}"): LineRates(1e6) for i in range(4)}
     blocks = 4 * 8 * PIPELINED_BYTES // 68
     division = divide(blocks, 68, rates, (0, 1), 0.0)
     assert Counter(division.owners) == {f"p{i}": 8 for i in range(4)}
     assert parts_each(blocks * 68, 4) == 8
     assert covers(division.ranges, blocks)
     assert {part.stop - part.start for part in division.ranges} <= {963, 964}
-    lan = {peer: Rates(50e6) for peer in rates}  # 0.4 MB in the time that a pipeline may wait
+    lan = {peer: LineRates(50e6) for peer in rates}  # 0.4 MB in the time that a pipeline may wait
     assert Counter(divide(blocks, 68, lan, (0, 1), 0.0).owners) == {f"p{i}": 1 for i in range(4)}
     assert Counter(divide(8 * blocks, 68, lan, (0, 1), 0.0).owners) == {f"p{i}": 8 for i in range(4)}
     assert Counter(divide(4 * blocks, 68, lan, (0, 1), 0.0).owners) == {f"p{i}": 5 for i in range(4)}
@@ -78,7 +80,7 @@ def test_a_large_share_is_cut_for_a_pipeline() -> None:
     assert parts_each(4 * blocks * 68, 4, [1e12, 1e12, 1e6, 0.0]) == 8  # two of four claim it
     small = divide(blocks // 32, 68, rates, (0, 1), 0.0)  # one part of a quarter of what is worth a message
     assert len(small.ranges) == 4
-    many = divide(1 << 20, 68, {PeerId(f"p{i:02}"): Rates(1e6) for i in range(32)}, (0, 1), 0.0)
+    many = divide(1 << 20, 68, {PeerId(f"p{i:02}"): LineRates(1e6) for i in range(32)}, (0, 1), 0.0)
     assert len(many.ranges) == 32  # no votes of thousands of digests
 
 
@@ -99,12 +101,12 @@ def test_measurements_of_equal_links_divide_a_round_as_equal_links_do() -> None:
 def test_who_claims_to_be_slow_beside_one_other_does_not_make_that_one_slow(claim: float) -> None:
     """A claim of 1 byte/s made the other's line one of 16, and rounds wait 300 s for slices."""
     names = [PeerId("p0"), PeerId("p1")]
-    rates = {names[0]: Rates(1e6), names[1]: Rates(claim)}
+    rates = {names[0]: LineRates(1e6), names[1]: LineRates(claim)}
     division = divide(10_000, 100, rates, (0, 1), 0.25, own_upload=1e6)
     assert set(division.owners) == {"p0"}
     assert division.transfer_s <= 2.0
     assert divide(10_000, 100, rates, (0, 1), 0.25, own_upload=5e5).transfer_s <= 4.0
-    boast = {names[0]: Rates(1e6), names[1]: Rates(1e9)}  # nothing is believed beyond what it was
+    boast = {names[0]: LineRates(1e6), names[1]: LineRates(1e9)}  # nothing is believed beyond what it was
     believed = divide(10_000, 100, boast, (0, 1), 0.25, own_upload=1e6)
     assert believed == divide(10_000, 100, boast, (0, 1), 0.25)
 
@@ -133,14 +135,14 @@ def test_a_link_hardly_slower_is_waited_for() -> None:
 
 
 def test_nobody_is_left_out_of_a_round_that_is_cheap() -> None:
-    rates = {PeerId("a"): Rates(1e9), PeerId("b"): Rates(1e9), PeerId("c"): Rates(1e6)}
+    rates = {PeerId("a"): LineRates(1e9), PeerId("b"): LineRates(1e9), PeerId("c"): LineRates(1e6)}
     division = divide(1000, 100, rates, (0, 1), 0.25)
     assert all(len(peers) == 3 for peers in division.senders)
 
 
 def test_nobody_is_left_out_for_what_a_fast_line_seems_to_carry() -> None:
     measured = [12e6, 3e9, 60e6, 1e9]  # of four equal peers on one busy machine
-    rates = {PeerId(f"p{index}"): Rates(rate) for index, rate in enumerate(measured)}
+    rates = {PeerId(f"p{index}"): LineRates(rate) for index, rate in enumerate(measured)}
     division = divide(1000, 16_000, rates, (0, 1), 0.25)
     assert all(len(peers) == 4 for peers in division.senders)
     assert {"p1", "p2", "p3"} <= set(division.owners)
@@ -155,12 +157,12 @@ def test_who_may_not_download_much_averages_little_but_sends_all() -> None:
 def test_a_claim_to_be_slow_does_not_cut_a_round_into_crumbs() -> None:
     blocks, round_ = 160_000 // 68, 1
     for claimed in (25_000.0, 1_000.0, 1e-9):
-        rates = {PeerId(f"p{i}"): Rates(2.5e6) for i in range(3)} | {PeerId("p3"): Rates(claimed)}
+        rates = {PeerId(f"p{i}"): LineRates(2.5e6) for i in range(3)} | {PeerId("p3"): LineRates(claimed)}
         division = divide(blocks, 68, rates, (0, round_), 0.25)
         assert min(stop - start for start, stop in division.ranges) * 68 >= FINEST_BYTES
         assert max(stop - start for start, stop in division.ranges) * 68 < 2 * FINEST_BYTES
         assert covers(division.ranges, blocks)
-    rates[PeerId("p3")] = Rates(25_000.0)  # a hundredth: 6 kB in a round that is cheap
+    rates[PeerId("p3")] = LineRates(25_000.0)  # a hundredth: 6 kB in a round that is cheap
     brought = sum(
         (stop - start) * 68
         for round_ in range(1, 401)
@@ -248,7 +250,7 @@ def test_the_parts_are_the_whole(blocks: int, rates: list[float]) -> None:
 def test_a_division_is_whole_and_its_owners_send(
     blocks: int, links: list[tuple[float, float]], round_: int, cheap_s: float
 ) -> None:
-    rates = {PeerId(f"p{i:02}"): Rates(up, down) for i, (up, down) in enumerate(links)}
+    rates = {PeerId(f"p{i:02}"): LineRates(up, down) for i, (up, down) in enumerate(links)}
     division = divide(blocks, 7, rates, (3, round_), cheap_s)
     assert covers(division.ranges, blocks)
     assert len(division.ranges) <= MAX_MEMBERS
@@ -335,7 +337,7 @@ def test_a_mean_travels_in_finer_pieces_than_the_slices_before_it() -> None:
         0, 1, bytes(16), {me: Share(1.0, 0), other: Share(1.0, 0)}, (BlockRange(0, 16),), (me,),
         (frozenset((me, other)),), DIGEST, me, 5.0, 12.0,
     )  # fmt: skip
-    swarm, outlet = Swarm(me, PayloadShape(8, (16,))), Outlet(me)
+    swarm, outlet = RoundSwarm(me, PayloadShape(8, (16,))), Outlet(me)
     swarm.set_live({me: PeerView(upload_bytes_per_s=1e6), other: PeerView()})
     mean = random.Random(0).randbytes(256 << 10)
     PartState(me, 0, memoryview(bytearray(mean)), 0.0).send(attempt, swarm, outlet)
@@ -349,7 +351,7 @@ def test_a_mean_travels_in_finer_pieces_than_the_slices_before_it() -> None:
 )
 def test_pieces_are_no_finer_than_a_round_could_notice(payload_mib: int, size: int) -> None:
     me, other = PeerId("p0"), PeerId("p1")
-    swarm = Swarm(me, PayloadShape(1 << 20, (payload_mib,)))
+    swarm = RoundSwarm(me, PayloadShape(1 << 20, (payload_mib,)))
     swarm.set_live({me: PeerView(upload_bytes_per_s=3e5), other: PeerView()})
     assert swarm.piece_bytes([me, other]) == size
 
@@ -357,6 +359,6 @@ def test_pieces_are_no_finer_than_a_round_could_notice(payload_mib: int, size: i
 @pytest.mark.parametrize("upload_bytes_per_s", [4.1e6, 8e6, 14e6, 15e6])
 def test_pieces_of_the_largest_payload_are_no_larger_than_a_message_bears(upload_bytes_per_s: float) -> None:
     me, other = PeerId("p0"), PeerId("p1")
-    swarm = Swarm(me, PayloadShape(1 << 20, (999,)))
+    swarm = RoundSwarm(me, PayloadShape(1 << 20, (999,)))
     swarm.set_live({me: PeerView(upload_bytes_per_s=upload_bytes_per_s), other: PeerView()})
     assert swarm.piece_bytes([me, other]) == MAX_PIECE_BYTES

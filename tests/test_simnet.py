@@ -12,7 +12,7 @@ from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
 from p2p_co2.node.links import LinkObserver, Piece
 from p2p_co2.planning.profiles import profile_of
-from p2p_co2.simnet import EventLog, Settings, Swarm
+from p2p_co2.simnet import EventLog, Settings, VirtualSwarm
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.simnet.internet import KNOCK_EVERY_S, Endpoint, Internet, Parcel, Path, VirtualLinks
 from p2p_co2.simnet.rendezvous import Rendezvous
@@ -33,7 +33,7 @@ def run_of(rounds: int = 4, fragments: int = 2) -> RunConfig:
 
 
 def test_a_calm_swarm_keeps_every_law_and_ends_with_one_state() -> None:
-    result = Swarm(Settings(run=run_of(), peers=6, seed=3), EventLog()).run()
+    result = VirtualSwarm(Settings(run=run_of(), peers=6, seed=3), EventLog()).run()
     assert result.violations == []
     assert len(result.digests) == 6
     assert len(set(result.digests.values())) == 1
@@ -43,13 +43,15 @@ def test_a_calm_swarm_keeps_every_law_and_ends_with_one_state() -> None:
 
 
 def test_the_same_seed_gives_the_same_events_and_another_one_others() -> None:
-    first, again, other = (Swarm(storm_settings(seed, peers=8), EventLog()).run() for seed in (1, 1, 2))
+    first, again, other = (
+        VirtualSwarm(storm_settings(seed, peers=8), EventLog()).run() for seed in (1, 1, 2)
+    )
     assert first.digest == again.digest
     assert first.digest != other.digest
 
 
 def test_messages_that_many_receive_are_read_once_and_never_written_to() -> None:
-    swarm = Swarm(storm_settings(5, peers=8), EventLog())
+    swarm = VirtualSwarm(storm_settings(5, peers=8), EventLog())
     read: dict[bytes, Opened] = {}
     once, asked, shared = swarm.scene.open_message, 0, 0
 
@@ -70,7 +72,7 @@ def test_messages_that_many_receive_are_read_once_and_never_written_to() -> None
 
 
 def test_the_goodbye_of_a_peer_that_leaves_is_on_the_wire_before_it_is_gone() -> None:
-    swarm = Swarm(Settings(run=run_of(3), peers=6, seed=1, profile="fibre"), EventLog())
+    swarm = VirtualSwarm(Settings(run=run_of(3), peers=6, seed=1, profile="fibre"), EventLog())
     leaver = swarm.peer_ids()[0]
     seen: list[tuple[str, str]] = []
 
@@ -96,7 +98,7 @@ def test_peers_that_count_steps_are_in_nearly_all_means_however_far_apart_their_
     log.readers_of[RoundCommitted].append(
         lambda event: held.update({(event.fragment, event.round): event.contributors})
     )
-    assert Swarm(settings, log).run().violations == []
+    assert VirtualSwarm(settings, log).run().violations == []
     assert sum(held.values()) > 0.95 * 4 * len(held)
 
 

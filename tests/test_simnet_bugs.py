@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,13 +20,13 @@ from p2p_co2.protocol.rounds.bounds import KEEP_DECISIONS
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.fragment import FragmentRounds
 from p2p_co2.protocol.rounds.history import History as RoundsHistory
-from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, Violation
+from p2p_co2.simnet import EventLog, Settings, Storm, Violation, VirtualSwarm
 from p2p_co2.simnet.campaign import STORM_OFFER_S, storm_settings
-from p2p_co2.simnet.laws import Auditor, Books, Forks, History
+from p2p_co2.simnet.laws import Auditor, Books, Forks, StateRecord
 from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.simnet.oversight import LOOK_EVERY_S
 from p2p_co2.simnet.virtual_time import VirtualTime, loop_of
-from p2p_co2.simnet.work import State, Work, add, mean_of, pack, starts, unpack
+from p2p_co2.simnet.work import CountedState, WorkUnits, add, mean_of, pack, starts, unpack
 from p2p_co2.telemetry.events import FragmentSent
 from p2p_co2.trainer.synchroniser import Synchroniser
 from p2p_co2.wire.identity import PeerId
@@ -47,15 +48,15 @@ def violations_with(
     run = RunConfig(name="planted", fragments=2, clock=clock)
     faults = Storm(3.0, 19.0) if storm else None
     settings = Settings(run=run, peers=6, seed=seed, faults=faults, checkpoint_every_s=5.0)
-    swarm = Swarm(settings, EventLog(), make_ledger=make_ledger)
+    swarm = VirtualSwarm(settings, EventLog(), make_ledger=make_ledger)
     if storm:  # what a bug breaks it has broken by then, and it may keep all from agreeing
         swarm.world.call_at(60.0, swarm.stop)
     return swarm.run().violations
 
 
-def swarm_of(peers: int = 3, clock: ClockConfig = CLOCK, **more: Any) -> Swarm:
+def swarm_of(peers: int = 3, clock: ClockConfig = CLOCK, **more: Any) -> VirtualSwarm:
     run = RunConfig(name="planted", fragments=2, clock=clock)
-    return Swarm(Settings(run=run, peers=peers, seed=5, **more), EventLog())
+    return VirtualSwarm(Settings(run=run, peers=peers, seed=5, **more), EventLog())
 
 
 def laws(violations: list[Violation]) -> set[str]:
@@ -72,7 +73,7 @@ def test_work_is_conserved_where_weights_are_capped() -> None:
     """Peers are up to 36 times as fast as others: the mean is by what counts, each unit is in it once."""
     clock = ClockConfig(mode="time", round_s=ROUND_S, rounds=8)
     run = RunConfig(name="unequal", fragments=2, clock=clock, weight_cap=1.0)
-    result = Swarm(
+    result = VirtualSwarm(
         Settings(run=run, peers=8, seed=3, speed_spread=6.0, faults=Storm(3.0, 12.0)), EventLog()
     ).run()
     assert result.violations == []
@@ -97,7 +98,7 @@ class AppliesWhatItHolds(CountingLedger):
         if mine.state.version == 1 and self.work.name.endswith("/2"):
             own = mean_of([(state.weight, offer.payload)])
             mean = AgreedMean(fragment, offer.round, mine.state.version, mine.state.digest, own, ())
-            after = State.of(mine.state.form, offer.round, add(mine.state.sums, unpack(mean.mean)))
+            after = CountedState.of(mine.state.form, offer.round, add(mine.state.sums, unpack(mean.mean)))
             self.audit.committed(mean, mine.state, after)
             mine.state = after
         return offer
@@ -132,7 +133,9 @@ class TakesAnyState(CountingLedger):
     def take_over(self, fragment: int, data: bytes, agreed: AgreedVersion, *more: Any) -> AgreedVersion:
         super().take_over(fragment, data, agreed, *more)
         mine, wrong = self.fragments[fragment], next(self.taken)
-        mine.state = State.of(mine.state.form, mine.state.version, [lane + wrong for lane in mine.state.sums])
+        mine.state = CountedState.of(
+            mine.state.form, mine.state.version, [lane + wrong for lane in mine.state.sums]
+        )
         return AgreedVersion(mine.state.version, mine.state.digest)
 
 
@@ -198,17 +201,14 @@ def test_an_end_that_takes_longer_than_it_was_told_to_is_caught(monkeypatch: pyt
     assert all(re.fullmatch(r"is there 14\d s after its training, for 85 s told", one.text) for one in found)
 
 
-def without_end(
-    monkeypatch: pytest.MonkeyPatch, next_timer: Callable[[FragmentRounds], float | None]
-) -> None:
+def without_end(monkeypatch: pytest.MonkeyPatch, roles: Callable[[FragmentRounds], list[Mock]]) -> None:
     """All offers wait, and no timer would ever end them."""
-    monkeypatch.setattr(FragmentRounds, "get_timer", next_timer)
-    monkeypatch.setattr(FragmentRounds, "handle_timer", lambda fragment, now: None)
+    monkeypatch.setattr(FragmentRounds, "roles", roles)
     monkeypatch.setattr(Coordination, "close_complete", lambda coordination, now: False)
     monkeypatch.setattr(Coordination, "get_timer", lambda coordination: None)
 
 
-def first_offer_of(swarm: Swarm) -> list[float]:
+def first_offer_of(swarm: VirtualSwarm) -> list[float]:
     """When, once it has come."""
     offered_at = list[float]()
     swarm.log.readers.append(
@@ -218,7 +218,7 @@ def first_offer_of(swarm: Swarm) -> list[float]:
 
 
 def test_an_offer_without_any_timer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_end(monkeypatch, lambda fragment: None)
+    without_end(monkeypatch, lambda fragment: [])
     swarm = swarm_of()
     offered_at = first_offer_of(swarm)
     swarm.world.call_at(12.0, swarm.stop)
@@ -229,10 +229,13 @@ def test_an_offer_without_any_timer_is_caught(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_offer_that_never_ends_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its timers never come: what is left is that it is open for too long."""
-    without_end(
-        monkeypatch, lambda fragment: None if fragment.open is None else fragment.open.offered_at + 1e6
-    )
-    swarm = Swarm(storm_settings(5, peers=6), EventLog())
+
+    def asleep(fragment: FragmentRounds) -> list[Mock]:
+        mine = fragment.mine
+        return [] if mine.offer is None else [Mock(get_timer=lambda: mine.offered_at + 1e6)]
+
+    without_end(monkeypatch, asleep)
+    swarm = VirtualSwarm(storm_settings(5, peers=6), EventLog())
     swarm.world.call_at(200.0, swarm.stop)
     result = swarm.run()
     found = deadlines(result.violations)
@@ -269,7 +272,7 @@ def test_what_grows_and_falls_again_within_a_second_is_caught(monkeypatch: pytes
     most = 10
     without_bound(monkeypatch, ReorderBuffer, "hold", "EARLY_MESSAGES")
     monkeypatch.setattr(bounds, "EARLY_MESSAGES", most)
-    swarm, looks = Swarm(storm_settings(3), EventLog()), list[int]()
+    swarm, looks = VirtualSwarm(storm_settings(3), EventLog()), list[int]()
 
     def look() -> None:
         nodes = [process.node for process in swarm.processes.values() if process.node is not None]
@@ -319,7 +322,7 @@ def test_a_fork_is_seen_as_it_comes_however_soon_it_goes(views_differed: bool) -
     books = Books(ONE_BLOCK, lambda: 0.0)
     books.views_differed_at = 0.0 if views_differed else None
     for sums in ([1, 1], [1, 1], [2, 1]):
-        books.reached("a", 0, History(State.of(FORM, 1, sums), b"", {}))
+        books.reached("a", 0, StateRecord(CountedState.of(FORM, 1, sums), b"", {}))
         assert bool(books.violations) == (sums == [2, 1] and not views_differed)
     assert laws(books.violations) <= {"forks"}
     assert len(books.histories[0]) == 3
@@ -334,7 +337,7 @@ class ForkedHistories:
         self.books.views_differ()
         self.wrong_at = 5.0
         self.forks = Forks(self.books, 20.0)
-        self.held = {peer: State.of(FORM, 0, [0, 0]) for peer in "ab"}
+        self.held = {peer: CountedState.of(FORM, 0, [0, 0]) for peer in "ab"}
         self._look()
 
     def _look(self) -> None:
@@ -346,8 +349,8 @@ class ForkedHistories:
 
         def make() -> None:
             before = self.held[peer]
-            after = State.of(FORM, before.version + 1, [lane, before.version + 1])
-            self.books.reached(peer, 0, History(after, before.digest, {}))
+            after = CountedState.of(FORM, before.version + 1, [lane, before.version + 1])
+            self.books.reached(peer, 0, StateRecord(after, before.digest, {}))
             self.held[peer] = after
 
         self.world.call_at(at, make)
@@ -388,7 +391,7 @@ def test_an_offer_counted_in_the_other_half_of_a_split_is_written_off_only_if_it
     """Seed 150 of the storms: told that its offer was counted, a peer took over the state that the other half
     had made of the same round."""
     books = Books(ONE_BLOCK, lambda: 0.0)
-    work = books.works["a"] = Work("a", 6)
+    work = books.works["a"] = WorkUnits("a", 6)
     loop = loop_of(VirtualTime())
     ledger = CountingLedger("a", ONE_BLOCK, 1.0, work=work, audit=Auditor(books, "a"), loop=loop)
     ledger.fragments[0].counted = [0]
@@ -403,8 +406,8 @@ def test_an_offer_counted_in_the_other_half_of_a_split_is_written_off_only_if_it
         outcome.state_digest = bytes(32)
     if signed_upon != "nothing":
         books.sign(DECISION_CONTEXT, outcome.SerializeToString())
-    other = State.of(FORM, 1, [7, 1])
-    books.histories[0][other.digest] = History(other, start.digest, {"b": (1,)})
+    other = CountedState.of(FORM, 1, [7, 1])
+    books.histories[0][other.digest] = StateRecord(other, start.digest, {"b": (1,)})
     told = (PartWeights(0, 1, {"a": 2.0}, offer_ids={"a": bytes(8)}),)
     ledger.take_over(0, pack((1, *other.sums)), AgreedVersion(1, other.digest), told)
     assert laws(books.violations) == (set() if signed_upon == "the common start" else {"conservation"})

@@ -17,7 +17,7 @@ from p2p_co2.node.progress import LACKS
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.protocol.catchup.fetcher import Fetcher
 from p2p_co2.protocol.rounds.owner import SLOW
-from p2p_co2.simnet import EventLog, Settings, Swarm, process, rendezvous
+from p2p_co2.simnet import EventLog, Settings, VirtualSwarm, process, rendezvous
 from p2p_co2.simnet.internet import VirtualLinks
 from p2p_co2.telemetry.events import CaughtUp, FragmentSent, RoundAborted, TrainingEnded, Warned
 from p2p_co2.trainer import arrival
@@ -33,22 +33,22 @@ PEERS, STARTS_AT = 5, 110.0
 def swarm_of(
     peers: int, rounds: int, profile: str, *, round_s: float = 4.0, fragments: int = 2, seed: int = 5,
     blocks: int = 8, **more: Any,
-) -> Swarm:  # fmt: skip
+) -> VirtualSwarm:  # fmt: skip
     clock = ClockConfig(mode="time", round_s=round_s, rounds=rounds)
     run = RunConfig(name="ends", fragments=fragments, clock=clock)
-    return Swarm(
+    return VirtualSwarm(
         Settings(run=run, peers=peers, seed=seed, profile=profile, blocks=(blocks,) * fragments, **more),
         EventLog(digests=False),
     )
 
 
-def split_in_two(swarm: Swarm, from_s: float, until: float) -> None:
+def split_in_two(swarm: VirtualSwarm, from_s: float, until: float) -> None:
     sides = {peer: number % 2 for number, peer in enumerate(swarm.peer_ids())}
     swarm.world.call_at(from_s, swarm.internet.split, sides)
     swarm.world.call_at(until, swarm.internet.heal)
 
 
-def told_by(swarm: Swarm) -> list[Warned]:
+def told_by(swarm: VirtualSwarm) -> list[Warned]:
     told = list[Warned]()
     swarm.log.readers_of[Warned].append(told.append)
     return told
@@ -152,7 +152,7 @@ def test_a_newcomer_waits_until_it_is_concluded_what_the_first_that_it_hears_mea
         swarm = swarm_of(2, 20, "home-mix", seed=seed, start_spread_s=60.0)
         begun: dict[str, tuple[float, int]] = {}
 
-        def note(event: FragmentSent, swarm: Swarm = swarm, begun: dict[str, Any] = begun) -> None:
+        def note(event: FragmentSent, swarm: VirtualSwarm = swarm, begun: dict[str, Any] = begun) -> None:
             begun.setdefault(event.peer, (swarm.world.now, event.round))
 
         swarm.log.readers_of[FragmentSent].append(note)
@@ -183,7 +183,7 @@ def test_a_newcomer_goes_on_loading_while_one_fragment_after_the_other_comes(
 # ---- lines too slow for their runs
 
 
-def far_too_slow(seed: int) -> Swarm:
+def far_too_slow(seed: int) -> VirtualSwarm:
     """Three behind relays of 89 kB/s, 10 million parameters in two fragments, rounds of 30 s."""
     encoded = SPECS["int4"].payload_bytes(10_000_000)
     return swarm_of(3, 4, "4g", round_s=30.0, seed=seed, blocks=16, real_bytes_per_block=encoded / 16)
@@ -223,7 +223,7 @@ def test_who_missed_a_round_loads_it_while_others_make_the_next_one() -> None:
 # ---- who leaves without what others hold
 
 
-def one_late(profile: str) -> Swarm:
+def one_late(profile: str) -> VirtualSwarm:
     """The third of three stands still for most of the run. Over two relays of 10 kB/s each what it lacks
     then, two states of 13 MB, takes more than the ten minutes for which the others stay."""
     swarm = swarm_of(
@@ -234,7 +234,7 @@ def one_late(profile: str) -> Swarm:
 
 
 @pytest.fixture(scope="module")
-def lacking() -> tuple[Swarm, list[Warned]]:
+def lacking() -> tuple[VirtualSwarm, list[Warned]]:
     swarm = one_late("satellite")
     told = told_by(swarm)
     result = swarm.run()
@@ -244,7 +244,7 @@ def lacking() -> tuple[Swarm, list[Warned]]:
 
 
 def test_who_cannot_load_in_time_what_others_hold_leaves_and_says_so(
-    lacking: tuple[Swarm, list[Warned]], monkeypatch: pytest.MonkeyPatch
+    lacking: tuple[VirtualSwarm, list[Warned]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swarm, (told,) = lacking
     inspector, books, late = swarm.inspector, swarm.books, swarm.peer_ids()[LATE]

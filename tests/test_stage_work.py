@@ -13,7 +13,8 @@ from torch import Tensor
 
 from p2p_co2.errors import ConfigError
 from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, Work
-from p2p_co2.protocol.pipeline.machine import Do, Passage
+from p2p_co2.protocol.pipeline.machine import Do
+from p2p_co2.protocol.pipeline.transit import Passage
 from p2p_co2.recipes.stages import Stages
 from p2p_co2.tensors.stages import Chain
 from p2p_co2.trainer.stages.work import Crossings, Done, StageWork
@@ -271,7 +272,7 @@ def test_a_stage_that_makes_nan_refuses_itself_and_charges_nobody() -> None:
     assert last.is_between_steps
     assert all(one.grad is None for one in last.replica.module.parameters())
     machine = Pipeline(Place(PeerId("p1"), 1, 1, 2), Sizes(M, 2, 4, len(payload), [], b"", 60.0))
-    machine._held[Key(1, 2)] = SimpleNamespace(phase=Passage.COMPUTING, sender=PeerId("p0"))  # type: ignore[assignment]
-    machine._drop = lambda key, why: None  # type: ignore[method-assign]
+    machine._transit.held[Key(1, 2)] = SimpleNamespace(phase=Passage.COMPUTING, sender=PeerId("p0"))  # type: ignore[assignment]
+    machine._transit.drop = lambda key, why: None  # type: ignore[method-assign]
     machine.failed(Key(1, 2), done.refused)
     assert machine.next_event() is None

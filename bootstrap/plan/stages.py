@@ -27,7 +27,7 @@ from p2p_co2.planning.exchange import LinkFigures
 from p2p_co2.planning.forecast import NETWORK_BYTES, Forecast, even_fragments, forecast, setting_of
 from p2p_co2.planning.pipeline import StageCost, loads_of
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.simnet.microbatches import Layout, StagePeer
+from p2p_co2.simnet.microbatches import Layout, StageVolunteer
 from p2p_co2.simnet.stage_forecast import (
     Change,
     PipelineForecast,
@@ -142,7 +142,7 @@ def staged_plan(
     round_s = run.clock.round_s if run.clock.mode == "time" else 0.0
     taken = [shown.up_bytes_per_round / round_s if round_s else 0.0 for shown in rounds]
     peers = tuple(
-        tuple(StagePeer(_line(link, by_rounds)) for link in group)
+        tuple(StageVolunteer(_line(link, by_rounds)) for link in group)
         for group, by_rounds in zip(links, taken, strict=True)
     )
     loads = loads_of(costs, pipeline.forward, pipeline.backward)

@@ -25,7 +25,7 @@ from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.profiles import profile_of
-from p2p_co2.simnet import Churn, EventLog, Result, Settings, Swarm
+from p2p_co2.simnet import Churn, EventLog, Result, Settings, VirtualSwarm
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry.view import SwarmView
@@ -76,7 +76,7 @@ def run_simulation(options: SimulationOptions, say: Callable[[str], None] = prin
     log.readers.append(view.add)
     began_at = time.monotonic()
     try:
-        swarm = Swarm(settings, log)
+        swarm = VirtualSwarm(settings, log)
         with StopSignals(swarm.stop):
             result = swarm.run()
     finally:

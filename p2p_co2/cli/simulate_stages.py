@@ -22,8 +22,8 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning.pipeline import loads_of
 from p2p_co2.planning.profiles import profile_of
-from p2p_co2.simnet.campaign import StageChurn, play_stage_storm
-from p2p_co2.simnet.microbatches import Layout, StagePeer, VirtualStages
+from p2p_co2.simnet.campaign import Churn, plan_churn, play_stage_storm
+from p2p_co2.simnet.microbatches import Layout, StageVolunteer, VirtualStages
 from p2p_co2.system.process import StopSignals
 
 SPREAD = 2.0
@@ -56,10 +56,10 @@ def world_of(options: SimulationOptions, run: RunConfig, step_s: float) -> Virtu
     costs, tokens, _ = stage_costs(run, step_s, "cpu", 0)
     loads = loads_of(costs, pipeline.forward, pipeline.backward)
     rng = random.Random(f"{options.seed}/speeds")
-    peers: list[list[StagePeer]] = [[] for _ in loads]
+    peers: list[list[StageVolunteer]] = [[] for _ in loads]
     for index in range(options.peers):
         line = profile_of(options.profile, options.seed, index)
-        peers[index % len(loads)].append(StagePeer(line, SPREAD ** rng.uniform(-1, 1)))
+        peers[index % len(loads)].append(StageVolunteer(line, SPREAD ** rng.uniform(-1, 1)))
     round_s = run.clock.round_s if run.clock.mode == "time" else 60.0
     layout = Layout(
         stages=loads, microbatches=pipeline.microbatches, tokens=tokens, cap_s=round_s, round_s=round_s
@@ -83,7 +83,7 @@ def play(
         world.world.stop()
 
     if churn_per_h:
-        StageChurn(churn_per_h, 0.9 * planned_s, options.seed).plan(world)
+        plan_churn(world, Churn(churn_per_h, 0.9 * planned_s), options.seed)
     began_at = time.monotonic()
     with StopSignals(stop):
         while not stopped and world.now < planned_s and len(world.books.made) < MOST_MICROBATCHES:

@@ -29,7 +29,7 @@ from p2p_co2.node.status import StatusWriter, SwarmNews, Times
 from p2p_co2.protocol.catchup.goals import TransferSizes, chunk_bytes_of
 from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.ledger import AgreedVersion, Ledger
-from p2p_co2.protocol.membership import Joined, Left, Membership
+from p2p_co2.protocol.membership import Left, Membership, NewPeer
 from p2p_co2.protocol.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.protocol.strangers import OtherModel
 from p2p_co2.telemetry import events as ev
@@ -72,11 +72,11 @@ class Node(Shell):
         chunk_bytes = shape.chunk_bytes or chunk_bytes_of(state_bytes)
         sizes = TransferSizes(shape.mean_bytes, tuple(state_bytes), chunk_bytes, shape.scale)
         self.catchup = CatchUp(identity, group, sizes, self.rounds.is_everywhere)
-        self.rounds.when_begun(self.catchup.donor.history.shrink)
+        self.rounds.outlet.on_begun = self.catchup.donor.history.shrink
         # what follows from their events
         self.state = PeerState(me, agreed, past)
-        self.state.has_worked = self.rounds.has_worked
-        self.state.counts = self.rounds.counts
+        self.state.has_worked = self.rounds.swarm.voters.has_worked
+        self.state.counts = self.rounds.swarm.voters.counts
         for fragment, version in enumerate(agreed):
             self.catchup.donor.moved(fragment, version.version)
         self.state.when_moved(lambda fragment, version: self.catchup.donor.moved(fragment, version.version))
@@ -109,7 +109,7 @@ class Node(Shell):
     # ---- the shell's questions
 
     def has_worked(self, peer: PeerId) -> bool:
-        return self.rounds.has_worked(peer)
+        return self.rounds.swarm.voters.has_worked(peer)
 
     def _works(self) -> Sequence[Coroutine[Any, Any, None]]:
         daemon = [self._watch_daemon()] if self.environment.is_first else []
@@ -221,12 +221,12 @@ class Node(Shell):
 
     # ---- what comes in
 
-    def _on_membership(self, event: Joined | Left | OtherModel) -> None:
+    def _on_membership(self, event: NewPeer | Left | OtherModel) -> None:
         if isinstance(event, OtherModel):
             why = f": {event.difference}" if event.difference is not None else ""
             self.report(ev.Warned, text=f"peer {event.peer} trains another model and is left out{why}")
             return
-        if isinstance(event, Joined):
+        if isinstance(event, NewPeer):
             self._finder.unreached.met(event.peer)
             self.report(ev.PeerJoined, other=event.peer)
         else:

@@ -141,7 +141,7 @@ class PeerFinder:
     def _is_due(self) -> bool:
         """Whether to look for others."""
         live = frozenset(self._membership.live)
-        is_calm = bool(live) and live == self._found_among and not len(self._membership.candidates)
+        is_calm = bool(live) and live == self._found_among and not self._membership.candidates.next_at
         return not is_calm or self._do.now() - self._found_at >= find_every_s(len(live))
 
     async def _take(self, records: Sequence[PeerRecord]) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.node.environment import Environment
 from p2p_co2.node.shell import Shell
-from p2p_co2.protocol.membership import Joined, Membership, positions
+from p2p_co2.protocol.membership import Membership, NewPeer, positions
 from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, UselessPayload, Work
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.envelope import Opened
@@ -189,7 +189,7 @@ class PipelineNode(Shell):
         is_some = False
         while (event := self.membership.next_event()) is not None:
             is_some = True
-            if isinstance(event, Joined):
+            if isinstance(event, NewPeer):
                 self._meet(event.peer)
             else:
                 self.machine.lose(event.peer)

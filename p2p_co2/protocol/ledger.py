@@ -49,11 +49,11 @@ class AgreedMean:
 @Derived
 def weights_of(outcome: Outcome) -> tuple[PartWeights, ...]:
     """Who is in the mean of a checked, committed outcome, part by part."""
-    names = {member.peer: member.offer_id for member in outcome.members if member.offer_id}
+    names = {member.peer: member.offer_id for member in outcome.members}
     parts = []
     for part in outcome.parts:
         weights = {one.peer: one.weight for one in part.contributors}
-        ids = {peer: names[peer] for peer in weights if peer in names}
+        ids = {peer: names[peer] for peer in weights}
         parts.append(PartWeights(part.start_block, part.stop_block, weights, ids))
     return tuple(parts)
 

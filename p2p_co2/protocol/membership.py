@@ -51,7 +51,7 @@ TRIPS_KEPT = 9
 
 
 @dataclass(frozen=True)
-class Joined:
+class NewPeer:
     peer: PeerId
 
 
@@ -63,7 +63,7 @@ class Left:
     reason: str
 
 
-MembershipEvent = Joined | Left | OtherModel
+MembershipEvent = NewPeer | Left | OtherModel
 MembershipMessage = Ping | Pong | Leave | ModelTable
 
 
@@ -112,9 +112,6 @@ class Candidates:
         self._one_way_until: dict[PeerId, float] = {}
         self.timer_at = math.inf
         """When somebody is to be tried."""
-
-    def __len__(self) -> int:
-        return len(self.next_at)
 
     def listed(self, peers: Collection[PeerId], known: Collection[PeerId], now: float) -> None:
         """The DHT lists ``peers`` and no others; those that are ``known`` need not be tried."""
@@ -390,7 +387,7 @@ class Membership:
             self.revision += 1
             self.candidates.next_at.pop(peer, None)
             self.departed.came_back(peer)
-            self._events.append(Joined(peer))
+            self._events.append(NewPeer(peer))
             if self._next_heartbeat_at is None:
                 self._next_heartbeat_at = now
             return info

@@ -13,15 +13,16 @@ a second or two of processor time.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.planning.pipeline import StageLoad
 from p2p_co2.planning.profiles import profile_of
 from p2p_co2.simnet.internet import Noise
-from p2p_co2.simnet.microbatches import Layout, StagePeer, VirtualStages
+from p2p_co2.simnet.microbatches import Layout, StageVolunteer, VirtualStages
 from p2p_co2.simnet.scene import Settings
-from p2p_co2.simnet.swarm import Swarm
+from p2p_co2.simnet.swarm import VirtualSwarm
 from p2p_co2.telemetry.events import RoundBegan
 from p2p_co2.wire.identity import PeerId
 
@@ -49,25 +50,29 @@ class Churn:
     calm_at: float
     away_mean_s: float = 600.0
 
-    def plan(self, swarm: Swarm) -> None:
+    def plan(self, swarm: VirtualSwarm) -> None:
         """Put the faults into the swarm's time."""
         at_ = swarm.world.call_at
         for index in range(len(swarm.volunteers)):
             rng = random.Random(f"{swarm.settings.seed}/churn/{index}")
-            at = 0.0
-            while self.per_h > 0:
-                at += rng.expovariate(self.per_h / 3600)
-                away_s = rng.expovariate(1 / self.away_mean_s)
-                if at + away_s >= self.calm_at:
-                    break
+            for at, back_at in self.absences(rng):
                 how = rng.random()
                 with_disk = rng.random() < KEEPS_DISK
                 if how < LEAVES:
                     at_(at, swarm.leave, index)
                 else:
                     at_(at, swarm.kill, index, how < LEAVES + CRASHES)
-                at += away_s
-                at_(at, swarm.start, index, with_disk)
+                at_(back_at, swarm.start, index, with_disk)
+
+    def absences(self, rng: random.Random) -> Iterator[tuple[float, float]]:
+        """From when until when one peer is away, one after the other."""
+        back_at = 0.0
+        while self.per_h > 0:
+            at = back_at + rng.expovariate(self.per_h / 3600)
+            back_at = at + rng.expovariate(1 / self.away_mean_s)
+            if back_at >= self.calm_at:
+                return
+            yield at, back_at
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Storm:
     from_s: float
     calm_at: float
 
-    def plan(self, swarm: Swarm) -> None:
+    def plan(self, swarm: VirtualSwarm) -> None:
         """Put the faults into the swarm's time."""
         rng = random.Random(f"{swarm.settings.seed}/storm")
         at_ = swarm.world.call_at
@@ -110,7 +115,7 @@ class Storm:
         at = rng.uniform(self.from_s, self.calm_at - 3)
         return at, min(self.calm_at, at + rng.choice((1.0, 4.0, 12.0)) * rng.uniform(0.5, 1.5))
 
-    def _disturb_net(self, swarm: Swarm, rng: random.Random) -> None:
+    def _disturb_net(self, swarm: VirtualSwarm, rng: random.Random) -> None:
         at_ = swarm.world.call_at
         peers = swarm.peer_ids()
         net = swarm.internet
@@ -130,7 +135,7 @@ class Storm:
             at_(at, swarm.rendezvous.set_seed, seed, False)
             at_(until, swarm.rendezvous.set_seed, seed, True)
 
-    def _assassinate(self, swarm: Swarm, rng: random.Random, after: float) -> None:
+    def _assassinate(self, swarm: VirtualSwarm, rng: random.Random, after: float) -> None:
         """Kill the coordinator or another member of the first round that begins after that, in its middle."""
         readers = swarm.log.readers_of[RoundBegan]
         at_ = swarm.world.call_at
@@ -170,28 +175,14 @@ def storm_settings(seed: int, peers: int = 32) -> Settings:
 # ---- stages
 
 
-@dataclass(frozen=True)
-class StageChurn:
-    """As ``Churn``, of peers that hold stages: they crash or lose their power, and come back."""
-
-    per_h: float
-    calm_at: float
-    seed: int
-    away_mean_s: float = 600.0
-
-    def plan(self, world: VirtualStages) -> None:
-        """Put the faults into the world's time."""
-        for index, peer in enumerate(sorted(world.replicas)):
-            rng = random.Random(f"{self.seed}/churn/{index}")
-            at = 0.0
-            while self.per_h > 0:
-                at += rng.expovariate(self.per_h / 3600)
-                away_s = rng.expovariate(1 / self.away_mean_s)
-                if at + away_s >= self.calm_at:
-                    break
-                world.world.call_at(at, world.kill, peer, rng.random() < LEAVES + CRASHES)
-                at += away_s
-                world.world.call_at(at, world.start, peer)
+def plan_churn(world: VirtualStages, churn: Churn, seed: int) -> None:
+    """Put the ``churn`` of peers that hold stages into the world's time: they crash or lose their power, and
+    come back."""
+    for index, peer in enumerate(sorted(world.replicas)):
+        rng = random.Random(f"{seed}/churn/{index}")
+        for at, back_at in churn.absences(rng):
+            world.world.call_at(at, world.kill, peer, rng.random() < LEAVES + CRASHES)
+            world.world.call_at(back_at, world.start, peer)
 
 
 STORM_LINES = "fibre", "cable", "dsl", "4g"
@@ -258,7 +249,7 @@ def _stages_before_the_storm(rng: random.Random, stages: int, seed: int) -> Virt
     )
     peers = [
         [
-            StagePeer(profile_of(rng.choice(STORM_LINES), seed, 0), rng.uniform(0.25, 1.0))
+            StageVolunteer(profile_of(rng.choice(STORM_LINES), seed, 0), rng.uniform(0.25, 1.0))
             for _ in range(rng.randint(1, 4))
         ]
         for stage in range(stages)

@@ -299,7 +299,7 @@ def open_parcel(data: bytes, group: bytes) -> Opened:
 @dataclass
 class _Lane:
     """``free_at``: when its way has carried what it took; ``leaves_at``: when that has left this machine;
-    ``flushes_at``: for when a timer is set; ``carried``: whether bulk has gone on it."""
+    ``flushes_at``: for when a timer is set."""
 
     peer: PeerId
     path: Path | None = None
@@ -311,7 +311,6 @@ class _Lane:
     flushes_at: float = 0.0
     last_control_at: float = 0.0
     last_bulk_at: float = 0.0
-    carried: bool = False
 
 
 class VirtualLinks:
@@ -322,6 +321,8 @@ class VirtualLinks:
         self._me = me
         self._observer = observer
         self._lanes: dict[PeerId, _Lane] = {}
+        self._carried: list[_Lane] = []
+        """Those on which bulk has gone."""
         self._used: dict[str, str] = {}
         self._order = BeginOrder()
         self._posted: tuple[Unsent, Parcel] = b"", Parcel()
@@ -337,7 +338,7 @@ class VirtualLinks:
     @property
     def upload_bytes_per_s(self) -> float:
         """What the upload has shown: its line, or less where all ways that carried bulk carry less."""
-        ways = (lane.path.bytes_per_s for lane in self._lanes.values() if lane.carried and lane.path)
+        ways = [lane.path.bytes_per_s for lane in self._carried if lane.path]
         if together := sum(ways):
             self._shown_bytes_per_s = min(self._me.up_bytes_per_s, together) / self._internet.scale
         return self._shown_bytes_per_s if self._measured_bytes >= MEASURED_AFTER_BYTES else 0.0
@@ -502,7 +503,8 @@ class VirtualLinks:
             arrives_at = lane.last_control_at = max(arrives_at, lane.last_control_at)
         else:
             self._measured_bytes += size
-            lane.carried = True
+            if not lane.last_bulk_at:
+                self._carried.append(lane)
             starts_at = max(now, self._me.up_free_at)
             departs_at = lane.leaves_at = self._me.up_free_at = starts_at + size / self._me.up_bytes_per_s
             lane.free_at = max(departs_at, max(starts_at, lane.free_at) + size / path.bytes_per_s)

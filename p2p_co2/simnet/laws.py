@@ -28,7 +28,7 @@ from typing import NamedTuple
 from p2p_co2.digest import digest
 from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, PartWeights, weights_of
 from p2p_co2.protocol.rounds import DECISION_CONTEXT
-from p2p_co2.simnet.work import BLOCK_BYTES, Offered, Saved, State, Work, add, mean_of, unpack
+from p2p_co2.simnet.work import BLOCK_BYTES, CountedState, Offered, Saved, WorkUnits, add, mean_of, unpack
 from p2p_co2.wire.messages_pb2 import Outcome
 
 OFFERS_KEPT = 64
@@ -50,10 +50,10 @@ class Violation:
         return f"{self.at:.3f} s, peer {self.peer[-6:] or '-'}: {self.law}: {self.text}"
 
 
-class History(NamedTuple):
+class StateRecord(NamedTuple):
     """One state that somebody reached, the digest of the one before, and who is counted in it."""
 
-    state: State
+    state: CountedState
     parent: bytes
     counted: Counted
 
@@ -63,7 +63,9 @@ class History(NamedTuple):
 
 
 def comes_of(
-    newer: AgreedVersion | State, older: AgreedVersion | State, histories: Mapping[bytes, History]
+    newer: AgreedVersion | CountedState,
+    older: AgreedVersion | CountedState,
+    histories: Mapping[bytes, StateRecord],
 ) -> bool:
     """Whether one state is the other, or came of it by commits; all came of the common start."""
     if older.version == 0:
@@ -81,13 +83,13 @@ class Books:
     gives virtual seconds. ``views_differed_at``: when peers could last come to see different swarms, None if
     they never could. ``written_off``: units of work that came to nothing, summed over blocks, by cause."""
 
-    def __init__(self, starts: Sequence[State], now: Callable[[], float]) -> None:
+    def __init__(self, starts: Sequence[CountedState], now: Callable[[], float]) -> None:
         self.now = now
-        self.works: dict[str, Work] = {}
+        self.works: dict[str, WorkUnits] = {}
         self.violations: list[Violation] = []
         self.views_differed_at: float | None = None
         self.written_off: Counter[str] = Counter()
-        self.histories = [{start.digest: History(start, b"", {})} for start in starts]
+        self.histories = [{start.digest: StateRecord(start, b"", {})} for start in starts]
         self.offers: list[dict[int, dict[tuple[str, bytes | float], Offered]]] = [{} for _ in starts]
         self.excused: defaultdict[tuple[str, int, int], set[int]] = defaultdict(set)
         """Units that were written off, by peer, fragment and block."""
@@ -102,7 +104,7 @@ class Books:
         """From now on, and for a while, peers may see different swarms."""
         self.views_differed_at = self.now()
 
-    def reached(self, peer: str, fragment: int, history: History) -> None:
+    def reached(self, peer: str, fragment: int, history: StateRecord) -> None:
         """Somebody made a state by a commit."""
         known = self.histories[fragment]
         state = history.state
@@ -118,7 +120,7 @@ class Books:
             outcome = Outcome.FromString(content)
             self._signed.setdefault((outcome.key.fragment, outcome.key.round), []).append(outcome)
 
-    def signed_upon(self, fragment: int, before: State) -> Iterator[Outcome]:
+    def signed_upon(self, fragment: int, before: CountedState) -> Iterator[Outcome]:
         """The outcomes of the next round that were signed upon this state: a split may sign two."""
         outcomes = self._signed.get((fragment, before.version + 1), [])
         return (outcome for outcome in outcomes if outcome.state_digest == before.digest)
@@ -132,7 +134,7 @@ class Auditor:
         self._peer = peer
         self._work = books.works[peer]
 
-    def offered(self, fragment: int, base: State, met_version: int, offer: Offered) -> None:
+    def offered(self, fragment: int, base: CountedState, met_version: int, offer: Offered) -> None:
         if met_version != base.version:
             text = f"live parameters of version {met_version} were measured against version {base.version}"
             self._broken("conservation", f"fragment {fragment}: {text}")
@@ -144,7 +146,7 @@ class Auditor:
         while len(rounds) > OFFERS_KEPT:
             del rounds[min(rounds)]
 
-    def committed(self, mean: AgreedMean, before: State, after: State) -> None:
+    def committed(self, mean: AgreedMean, before: CountedState, after: CountedState) -> None:
         books = self._books
         checked = books.checked.setdefault((before.digest, after.digest), [])
         if mean.parts in checked:
@@ -161,7 +163,7 @@ class Auditor:
         counted = dict(history.counted)
         for part in mean.parts:
             self._count_part(mean, part, counted, place)
-        books.reached(self._peer, mean.fragment, History(after, before.digest, counted))
+        books.reached(self._peer, mean.fragment, StateRecord(after, before.digest, counted))
         checked.append(mean.parts)
 
     def _count_part(self, mean: AgreedMean, part: PartWeights, counted: Counted, place: str) -> None:
@@ -188,7 +190,9 @@ class Auditor:
         if before != after:
             self._broken("failed round", f"fragment {fragment}: an abort changed what is agreed or counted")
 
-    def adopted(self, fragment: int, before: State, after: State, counted: Sequence[int]) -> None:
+    def adopted(
+        self, fragment: int, before: CountedState, after: CountedState, counted: Sequence[int]
+    ) -> None:
         histories = self._books.histories[fragment]
         old = histories.get(before.digest)
         new = histories.get(after.digest)
@@ -203,7 +207,7 @@ class Auditor:
         self.counted(fragment, after, counted, "a state that was adopted")
 
     def _give_up_promised(
-        self, fragment: int, before: State, theirs: Sequence[int], counted: Sequence[int]
+        self, fragment: int, before: CountedState, theirs: Sequence[int], counted: Sequence[int]
     ) -> None:
         """A peer that was told an outcome goes by it, and the state that it takes may come of another: what
         it offered is then in a history that it never reached. Nothing but such offers is written off."""
@@ -221,7 +225,9 @@ class Auditor:
         self._books.written_off[why] += len(self._work.kept(start, stop))
         self._books.excused[self._peer, fragment, block].update(range(start + 1, stop + 1))
 
-    def counted(self, fragment: int, state: State, counted: Sequence[int], after: str = "a commit") -> None:
+    def counted(
+        self, fragment: int, state: CountedState, counted: Sequence[int], after: str = "a commit"
+    ) -> None:
         """What a peer takes for counted must be what is counted in its history, or be written off."""
         history = self._books.histories[fragment].get(state.digest)
         if history is None:

@@ -20,7 +20,7 @@ from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, Exported, PartWei
 from p2p_co2.protocol.rounds import Likeness
 from p2p_co2.simnet.laws import Auditor
 from p2p_co2.simnet.virtual_time import ProcessLoop
-from p2p_co2.simnet.work import BLOCK_BYTES, Offered, Saved, State, Work, add, mean_of, unpack
+from p2p_co2.simnet.work import BLOCK_BYTES, CountedState, Offered, Saved, WorkUnits, add, mean_of, unpack
 from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors.outer import Merge, StepReport
 from p2p_co2.trainer.ledger.fragment_state import EncodedOffer, FragmentOutcome
@@ -35,7 +35,7 @@ class CountingModel:
     """The live parameters of a simulated peer; what ``trainer.exchanged_model`` is in a real one. A snapshot
     is the units in them, and the version that they have met; a ``Merge`` tells them which one they meet."""
 
-    def __init__(self, work: Work, versions: Sequence[int]) -> None:
+    def __init__(self, work: WorkUnits, versions: Sequence[int]) -> None:
         self._work = work
         self._met = list(versions)
         self.live = self
@@ -64,7 +64,7 @@ class _Fragment:
     """``counted`` as in ``work.Saved``; ``withdrawn``: a commit may still hold it; ``told``: outcomes so
     far."""
 
-    state: State
+    state: CountedState
     counted: list[int]
     in_flight: Offered | None = None
     withdrawn: Offered | None = None
@@ -83,8 +83,8 @@ class CountingLedger:
     failure: BaseException | None = None
 
     def __init__(
-        self, peer: str, starts: Sequence[State], scale: float,
-        *, work: Work, audit: Auditor, loop: ProcessLoop,
+        self, peer: str, starts: Sequence[CountedState], scale: float,
+        *, work: WorkUnits, audit: Auditor, loop: ProcessLoop,
     ) -> None:  # fmt: skip
         self.peer = peer
         self.work = work
@@ -186,7 +186,7 @@ class CountingLedger:
         before = self.fragments[mean.fragment].state
         if (before.version, before.digest) != (mean.round - 1, mean.state_digest):
             return before.agreed
-        after = State.of(before.form, mean.round, add(before.sums, unpack(mean.mean)))
+        after = CountedState.of(before.form, mean.round, add(before.sums, unpack(mean.mean)))
         self.audit.committed(mean, before, after)
         offer = self.count(mean.fragment, mean.round, mean.parts)
         blocks = sum(p.stop_block - p.start_block for p in mean.parts if self.peer in p.weights)
@@ -226,7 +226,7 @@ class CountingLedger:
         if agreed == before.agreed:
             return agreed
         lanes = unpack(bytes(data[: 8 * (1 + len(before.sums))]))
-        after = State.of(before.form, lanes[0], lanes[1:])
+        after = CountedState.of(before.form, lanes[0], lanes[1:])
         if after.version != agreed.version or (after.version < before.version and not goes_back):
             raise RemoteProtocolError("bad state", f"version {after.version}, not {agreed.version}")
         if after.digest != agreed.digest:
@@ -254,7 +254,7 @@ class CountingLedger:
                 self.audit.written_off(fragment, block, counted, until_unit, why)
                 mine.counted[block] = until_unit
 
-    def _move(self, fragment: int, after: State, **more: Any) -> None:
+    def _move(self, fragment: int, after: CountedState, **more: Any) -> None:
         """Another state is the agreed one: offers have ended, and live parameters are to meet it."""
         mine = self.fragments[fragment]
         ended = mine.in_flight.made if mine.in_flight is not None else None

@@ -1,7 +1,7 @@
 """Stages of a model on virtual time: the ``Pipeline`` machines of real peers over the simulated internet.
 
     layout = Layout(stages=loads, microbatches=32)
-    world = VirtualStages(layout, [[StagePeer(line)] * 2, [StagePeer(line)] * 3])
+    world = VirtualStages(layout, [[StageVolunteer(line)] * 2, [StageVolunteer(line)] * 3])
     world.run(60.0)
     world.end()                                  # close stage by stage; all comes to its end
     world.books.violations                       # the laws that were broken
@@ -59,7 +59,7 @@ _HEADER = struct.Struct("<QQIBB")
 
 
 @dataclass(frozen=True)
-class StagePeer:
+class StageVolunteer:
     """A volunteer: its line, and how fast it computes (1: as the loads say)."""
 
     line: LinkProfile
@@ -205,7 +205,7 @@ class Replica:
     are there."""
 
     def __init__(
-        self, layout: Layout, me: PeerId, stage: int, peer: StagePeer, number: int, internet: Internet,
+        self, layout: Layout, me: PeerId, stage: int, peer: StageVolunteer, number: int, internet: Internet,
         books: MicrobatchBooks, directory: Mapping[PeerId, Record],
     ) -> None:  # fmt: skip
         self.me = me
@@ -271,7 +271,7 @@ class Replica:
                 self.spent.dropped[event.reason.partition(" peer ")[0]] += 1
         if self._work is None and (work := machine.next_work(now)) is not None:
             self._work = work
-            self.spent.begins(now)
+            self.spent.waits(now, "")
             self.endpoint.loop.call_at(now + self._duration_s(work), self._done, work)
         if self._work is None:
             why = machine.waits_for
@@ -392,9 +392,6 @@ class Spent:
     _since: float = 0.0
     _why: str = ""
 
-    def begins(self, now: float) -> None:
-        self.waits(now, "")
-
     def ends(self, now: float) -> None:
         self.busy_s += now - self._since
         self._since = now
@@ -409,7 +406,7 @@ class Spent:
 class VirtualStages:
     """The whole: see the module. ``peers``: by stage."""
 
-    def __init__(self, layout: Layout, peers: Sequence[Sequence[StagePeer]], seed: int = 0) -> None:
+    def __init__(self, layout: Layout, peers: Sequence[Sequence[StageVolunteer]], seed: int = 0) -> None:
         self.layout = layout
         self._seed = seed
         self.world = VirtualTime()
@@ -419,7 +416,7 @@ class VirtualStages:
         self.replicas: dict[PeerId, Replica] = {}
         """Processes that run."""
         self._directory: dict[PeerId, Record] = {}
-        self._peers: dict[PeerId, tuple[int, StagePeer]] = {}
+        self._peers: dict[PeerId, tuple[int, StageVolunteer]] = {}
         self._processes = 0
         for stage, group in enumerate(peers):
             for peer in group:
@@ -430,7 +427,7 @@ class VirtualStages:
     def now(self) -> float:
         return self.world.now
 
-    def add(self, stage: int, peer: StagePeer) -> PeerId:
+    def add(self, stage: int, peer: StageVolunteer) -> PeerId:
         """A new volunteer."""
         me = PeerId(f"stage{stage}-peer{len(self._peers)}")
         self._peers[me] = stage, peer

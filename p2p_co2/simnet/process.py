@@ -24,7 +24,7 @@ from p2p_co2.simnet.ledger import CountingModel
 from p2p_co2.simnet.rendezvous import Doorway
 from p2p_co2.simnet.scene import SOFTWARE, Scene
 from p2p_co2.simnet.virtual_time import ProcessLoop, VirtualTime, loop_of
-from p2p_co2.simnet.work import Saved, Work
+from p2p_co2.simnet.work import Saved, WorkUnits
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.arrival import Arrival, caught_up
 from p2p_co2.trainer.synchroniser import Progressed, Source, Synchroniser
@@ -44,7 +44,7 @@ THE_RUN_IS_OVER = "the run is over"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Disk:
     """What is on a volunteer's disk. ``units``: the work that is in it."""
 
     fragments: tuple[Saved, ...] = ()
@@ -65,8 +65,8 @@ class Volunteer:
     step_s: float
     skew_s: float
     drift: float
-    work: Work
-    disk: Checkpoint = field(default_factory=Checkpoint)
+    work: WorkUnits
+    disk: Disk = field(default_factory=Disk)
     processes: int = 0
     counted: Sequence[int] = ()
 
@@ -267,7 +267,7 @@ class Process:
     def _save(self, sync: Synchroniser) -> None:
         """Write a checkpoint: whole, at one moment."""
         progressed = Progressed(sync.position, sync.inner_steps, sync.figures.tokens)
-        self.volunteer.disk = Checkpoint(tuple(self.ledger.save()), progressed, self.volunteer.work.units)
+        self.volunteer.disk = Disk(tuple(self.ledger.save()), progressed, self.volunteer.work.units)
 
     # ---- its end
 

@@ -26,7 +26,7 @@ CALLED_FOR = 15
 
 
 @dataclass
-class Seed:
+class VirtualSeed:
     """A seed: finds peers, never trains. ``side``: where it is when the net is cut."""
 
     is_up: bool = True
@@ -39,10 +39,10 @@ class Rendezvous:
 
     internet: Internet
     rng: random.Random
-    seeds: list[Seed] = field(default_factory=lambda: [Seed(), Seed(side=1)])
+    seeds: list[VirtualSeed] = field(default_factory=lambda: [VirtualSeed(), VirtualSeed(side=1)])
     entries: dict[PeerId, tuple[float, PeerRecord]] = field(default_factory=dict)
 
-    def set_seed(self, seed: Seed, is_up: bool) -> None:
+    def set_seed(self, seed: VirtualSeed, is_up: bool) -> None:
         seed.is_up = is_up
         self.internet.faults["seed down"] += not is_up
 

@@ -20,7 +20,7 @@ from p2p_co2.planning.exchange import SEGMENT_BYTES
 from p2p_co2.planning.pipeline import StageCost, loads_of
 from p2p_co2.planning.traffic import LINK_OVERHEAD
 from p2p_co2.protocol.pipeline import window_of
-from p2p_co2.simnet.microbatches import Layout, StagePeer, VirtualStages
+from p2p_co2.simnet.microbatches import Layout, StageVolunteer, VirtualStages
 
 GAIN = 1.1
 """A change is worth naming from this factor in tokens a second."""
@@ -40,7 +40,7 @@ class StagedSetting(NamedTuple):
     """What is played. ``peers``: by stage."""
 
     layout: Layout
-    peers: tuple[tuple[StagePeer, ...], ...]
+    peers: tuple[tuple[StageVolunteer, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ def _stage(
     )
 
 
-def _connection(peer: StagePeer) -> float:
+def _connection(peer: StageVolunteer) -> float:
     """Bytes a second of one connection over a lossy way (Mathis et al. 1997)."""
     round_trip_s = 2e-3 * peer.line.latency_ms
     if peer.line.loss <= 0 or round_trip_s <= 0:

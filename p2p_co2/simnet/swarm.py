@@ -19,9 +19,9 @@ from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.laws import Books
 from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.simnet.oversight import Inspector, Result
-from p2p_co2.simnet.process import Checkpoint, Process, Volunteer
+from p2p_co2.simnet.process import Disk, Process, Volunteer
 from p2p_co2.simnet.scene import Scene, Settings
-from p2p_co2.simnet.work import Work
+from p2p_co2.simnet.work import WorkUnits
 from p2p_co2.trainer.arrival import CATCH_UP_BOUND_S
 from p2p_co2.wire.identity import Identity, PeerId
 
@@ -38,7 +38,7 @@ class _Witness(Identity):
         return super().sign(context, content)
 
 
-class Swarm:
+class VirtualSwarm:
     """See the module. ``make_ledger`` is where a test plants its bugs."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Swarm:
         rng = random.Random(f"{seed}/volunteer/{index}")
         key = hashlib.sha256(f"{seed}/identity/{index}".encode()).digest()
         identity = _Witness(Ed25519PrivateKey.from_private_bytes(key), self.books)
-        work = self.books.works[identity.peer_id] = Work(f"{seed}/{index}")
+        work = self.books.works[identity.peer_id] = WorkUnits(f"{seed}/{index}")
         return Volunteer(
             f"peer-{index}", index, identity, profile_of(settings.profile, seed, index),
             step_s=settings.step_s * settings.speed_spread ** rng.uniform(-1, 1),
@@ -127,7 +127,7 @@ class Swarm:
                 self.world.call_at(self.world.now + 1.0, self.start, index, with_disk)
             return
         if not with_disk:
-            volunteer.disk = Checkpoint()
+            volunteer.disk = Disk()
         work = volunteer.work
         saved = volunteer.disk.units
         if work.units > saved:

@@ -26,7 +26,7 @@ _MASK = (1 << 64) - 1
 
 
 @dataclass
-class Work:
+class WorkUnits:
     """All units of one peer. ``units``: done so far, by all its processes; ``lost``: those that went down
     with a process."""
 
@@ -90,7 +90,7 @@ class Form(NamedTuple):
 
 
 @dataclass(frozen=True)
-class State:
+class CountedState:
     """A fragment's agreed state. ``sums``: two lanes per block; ``digest``: made of all else."""
 
     version: int
@@ -99,7 +99,7 @@ class State:
     digest: bytes = b""
 
     @classmethod
-    def of(cls, form: Form, version: int, sums: Sequence[int]) -> State:
+    def of(cls, form: Form, version: int, sums: Sequence[int]) -> CountedState:
         state = cls(version, tuple(sums), form)
         return replace(state, digest=digest_of_chunks(chunk_digests(state.serialised(), form.chunk_bytes)))
 
@@ -114,17 +114,17 @@ class State:
         return (times * data)[: self.form.size_bytes]
 
 
-def starts(blocks: Sequence[int], state_bytes: Sequence[int], chunk_bytes: int) -> list[State]:
+def starts(blocks: Sequence[int], state_bytes: Sequence[int], chunk_bytes: int) -> list[CountedState]:
     """The states from which all begin, by fragment; ``blocks`` and ``state_bytes`` of each."""
     sizes = zip(blocks, state_bytes, strict=True)
-    return [State.of(Form(size, chunk_bytes), 0, [0] * (2 * count)) for count, size in sizes]
+    return [CountedState.of(Form(size, chunk_bytes), 0, [0] * (2 * count)) for count, size in sizes]
 
 
 class Saved(NamedTuple):
     """What a checkpoint holds of one fragment. ``counted``: per block, the last unit of this peer that is in
     the agreed state, as far as it knows."""
 
-    state: State
+    state: CountedState
     counted: tuple[int, ...]
 
 

@@ -183,10 +183,12 @@ class Donor:
             self._exports_changed()
 
     def get_timer(self) -> float | None:
+        if not self.exports and self._replayed is None:
+            return None  # nearly always
         ends = [export.dropped_at() for export in self.exports.values()]
         if self._replayed is not None:
             ends.append(self._replayed[2])
-        return min(ends, default=None)
+        return min(ends)
 
     # ---- rounds
 

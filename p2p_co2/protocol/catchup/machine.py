@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.catchup.donor import Donor
 from p2p_co2.protocol.catchup.fetcher import Fetcher
 from p2p_co2.protocol.catchup.goals import (
@@ -53,7 +53,7 @@ class CatchUp:
             if message.what not in (ROUND, STATE, BUFFERS):
                 raise RemoteProtocolError("unknown kind", str(message.what))
             if message.fragment >= self._fragments + (message.what == BUFFERS):
-                raise RemoteProtocolError("unknown fragment", str(message.fragment))
+                raise RemoteProtocolError(Offence.UNKNOWN_FRAGMENT, str(message.fragment))
         if isinstance(message, Fetch):
             self.donor.receive(message, sender, now)
         else:

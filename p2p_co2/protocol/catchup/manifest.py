@@ -11,7 +11,7 @@ import struct
 
 from p2p_co2.digest import DIGEST_BYTES, digest_of_chunks
 from p2p_co2.digest import digest as digest_of
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.catchup.goals import ROUND, STATE, Goal
 from p2p_co2.wire.identity import Identity, PeerId, verify
 from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_VERSION
@@ -96,6 +96,6 @@ def check_chunk(chunk: Chunk, manifest: Manifest) -> None:
     if chunk.chunk >= len(manifest.chunk_digests):
         raise RemoteProtocolError("unasked chunk", what)
     if len(chunk.data) != place.stop - place.start:
-        raise RemoteProtocolError("wrong size", f"{what} has {len(chunk.data)} bytes")
+        raise RemoteProtocolError(Offence.WRONG_SIZE, f"{what} has {len(chunk.data)} bytes")
     if digest_of(chunk.data) != manifest.chunk_digests[chunk.chunk]:
         raise RemoteProtocolError("wrong digest", f"of {what}")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from p2p_co2.protocol.pipeline.machine import (
+from p2p_co2.protocol.pipeline.machine import Pipeline, Work, window_of
+from p2p_co2.protocol.pipeline.routes import shares
+from p2p_co2.protocol.pipeline.transit import (
     DroppedMicrobatch,
     Key,
-    Pipeline,
     Place,
     Sizes,
     UselessPayload,
-    Work,
     WorkReady,
-    window_of,
 )
-from p2p_co2.protocol.pipeline.routes import shares
 
 __all__ = [
     "DroppedMicrobatch",

@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.pipeline.routes import Rates, shares
 from p2p_co2.protocol.rounds.deadline import Durations
+from p2p_co2.wire.heartbeat import SILENCE_FLOOR_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Neighbour
 
@@ -45,6 +46,10 @@ class NeighbourPeer:
     @property
     def room(self) -> int:
         return self.granted - self.used
+
+    def late_s(self, cap_s: float) -> float:
+        """After this a gradient from it is late."""
+        return self.durations.deadline_s(cap_s, SILENCE_FLOOR_S, cap_s)
 
 
 class Neighbours:
@@ -100,7 +105,7 @@ class Neighbours:
         if said.stage != (self._stage - 1 if peer.is_before else self._stage + 1):
             return False
         if not math.isfinite(said.tokens_per_s) or said.tokens_per_s < 0:
-            raise RemoteProtocolError("out of range", f"{said.tokens_per_s} tokens a second")
+            raise RemoteProtocolError(Offence.IMPOSSIBLE_RATE, f"{said.tokens_per_s} tokens a second")
         peer.rate = said.tokens_per_s
         is_new = said.meeting != peer.theirs
         was_met = peer.theirs != 0
@@ -126,7 +131,7 @@ class Neighbours:
             chosen = min(before, key=lambda peer: (before[peer].room, peer))
             before[chosen].granted += 1
             told.add(chosen)
-        for peer in told:
+        for peer in sorted(told):  # the same run gives the same history in any process
             self.introduce(peer)
 
     def introduce(self, peer: PeerId) -> None:

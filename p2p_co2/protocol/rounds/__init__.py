@@ -26,7 +26,6 @@ from p2p_co2.protocol.rounds.events import (
     ReduceWanted,
     Refused,
     RoundsEvent,
-    Slice,
     Stale,
 )
 from p2p_co2.protocol.rounds.machine import Rounds
@@ -51,7 +50,6 @@ __all__ = [
     "Refused",
     "Rounds",
     "RoundsEvent",
-    "Slice",
     "Stale",
     "check_certificate",
     "claimed_weights",

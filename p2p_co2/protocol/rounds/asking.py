@@ -12,7 +12,7 @@ from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Offer
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, named
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm, named
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_STRING
 from p2p_co2.wire.messages_pb2 import Ready, Waiting
@@ -26,7 +26,14 @@ class Asking:
     offer is given up, empty as long as it is not."""
 
     def __init__(
-        self, offer: Offer, swarm: Swarm, outlet: Outlet, receipts: Durations, *, is_retry: bool, now: float
+        self,
+        offer: Offer,
+        swarm: RoundSwarm,
+        outlet: Outlet,
+        receipts: Durations,
+        *,
+        is_retry: bool,
+        now: float,
     ) -> None:
         self.offer = offer
         self.asked: list[PeerId] = []
@@ -148,7 +155,7 @@ class Asking:
         if left[0] in self.asked:
             self.asked.remove(left[0])
         self.asked.append(left[0])
-        self._known = frozenset(self._swarm.training())
+        self._known = frozenset(self._swarm.training)
         self._tries = 0
         self._send(now)
 

@@ -164,7 +164,7 @@ def check_weight(weight: float) -> None:
 
 
 def check_offer_id(name: bytes) -> None:
-    if len(name) not in (0, bounds.OFFER_ID_BYTES):
+    if len(name) != bounds.OFFER_ID_BYTES:
         raise RemoteProtocolError("wrong offer", f"an id of {len(name)} bytes")
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import Attempt, check_ready
-from p2p_co2.protocol.rounds.deadline import SAFETY, Cadence, Durations, ReadyHistory, parts_deadline_s
+from p2p_co2.protocol.rounds.deadline import SAFETY, Cadence, parts_deadline_s
 from p2p_co2.protocol.rounds.events import Began, PeerView
 from p2p_co2.protocol.rounds.gathering import Gathering, Roster, attempt_nonce, behind_message, divided
 from p2p_co2.protocol.rounds.history import History
-from p2p_co2.protocol.rounds.parts import Rates
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.rounds.parts import LineRates
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_STRING
 from p2p_co2.wire.messages_pb2 import Begin, Ready, Waiting
@@ -57,7 +57,7 @@ class Coordination:
     look again at an attempt of a round that we are in, None if in none."""
 
     def __init__(
-        self, swarm: Swarm, outlet: Outlet, histories: Sequence[History],
+        self, swarm: RoundSwarm, outlet: Outlet, histories: Sequence[History],
         joined_until: Callable[[Place], float | None],
     ) -> None:  # fmt: skip
         self._swarm = swarm
@@ -65,9 +65,6 @@ class Coordination:
         self._gatherings: dict[Place, Gathering] = {}
         self._begun: dict[Place, _Begun] = {}
         self._histories = histories
-        self._readies = [ReadyHistory() for _ in histories]
-        self.observed = [Durations() for _ in histories]
-        """Per fragment, from BEGIN to the last slice, as the parts that we own have seen it."""
         share = bounds.GATHER_SHARE_BY_STEPS if swarm.shape.counts_steps else bounds.GATHER_SHARE
         self.cadences = [Cadence(swarm.shape.round_s, share) for _ in histories]
         self._counter = 0
@@ -92,16 +89,14 @@ class Coordination:
             self.withdraw(other, sender)
         gathering = self._gathering(place, now)
         if sender not in gathering.roster.readies:
-            self._readies[place[0]].arrived(place[1], now)
+            self.cadences[place[0]].ready_came(place[1], now)
         gathering.ready(message, sender, now)
 
     def _gathering(self, place: Place, now: float) -> Gathering:
         known = self._gatherings.get(place)
         if known is None:
-            past = self._readies[place[0]]
             cadence = self.cadences[place[0]]
-            past.forget(place[1])
-            adaptive_s = past.deadline_s(place[1], cadence.gather_cap_s(place[1]), self._swarm.my_step_s())
+            adaptive_s = cadence.gather_s(place[1], self._swarm.my_step_s())
             roster = Roster(*place, self._swarm)
             known = Gathering(
                 roster, self._swarm, self._outlet, cadence=cadence, adaptive_s=adaptive_s, now=now
@@ -145,7 +140,7 @@ class Coordination:
                 del self._begun[place]
             return False
         if sender not in begun.late and now <= begun.in_time_until:
-            self._readies[place[0]].arrived(place[1], now)
+            self.cadences[place[0]].ready_came(place[1], now)
             self._swarm.readies.came(sender)
         begun.late.add(sender)
         left = begun.left(now)
@@ -204,7 +199,7 @@ class Coordination:
         gathering.note_punctuality(self._moved_to(place))
         self._counter += 1
         nonce = attempt_nonce(self._swarm.me, *place, self._counter, now)
-        begin = gathering.begin(nonce, self.observed[place[0]])
+        begin = gathering.begin(nonce)
         begun = _Begun(begin, gathering.roster.readies, now, gathering.in_time_until)
         group = tuple(PeerId(member.peer) for member in begin.members)
         begun.late.update(peer for peer in gathering.roster.alike(begin.state_digest) if peer not in group)
@@ -222,10 +217,12 @@ class Coordination:
         place = attempt.fragment, attempt.round
         views = {peer: self._swarm.live.get(peer, PeerView()) for peer in attempt.shares}
         rates = {
-            peer: Rates(view.upload_bytes_per_s, view.download_bytes_per_s) for peer, view in views.items()
+            peer: LineRates(view.upload_bytes_per_s, view.download_bytes_per_s)
+            for peer, view in views.items()
         }
-        transfer_s = divided(self._swarm, self.cadences[place[0]], place, rates).transfer_s
-        mine_s = parts_deadline_s(transfer_s, self.observed[place[0]], self._swarm.shape.parts_cap_s)
+        cadence = self.cadences[place[0]]
+        transfer_s = divided(self._swarm, cadence, place, rates).transfer_s
+        mine_s = parts_deadline_s(transfer_s, cadence.slices, self._swarm.shape.parts_cap_s)
         least_s = mine_s / SAFETY
         most_s = SAFETY * SAFETY * mine_s
         parts_s = min(max(attempt.parts_within_s, least_s), most_s)

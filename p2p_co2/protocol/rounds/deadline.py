@@ -66,45 +66,40 @@ class Durations:
         return adaptive_deadline_s(tuple(self._samples), default_s, floor_s, cap_s)
 
 
-class ReadyHistory:
-    """When the last READY of each past round of one fragment came, counted from the first."""
-
-    def __init__(self) -> None:
-        self._rounds: OrderedDict[int, tuple[float, float]] = OrderedDict()
-
-    def arrived(self, round_: int, now: float) -> None:
-        first_at, _ = self._rounds.get(round_, (now, now))
-        self._rounds[round_] = (first_at, now)
-        while len(self._rounds) > WINDOW:
-            self._rounds.popitem(last=False)
-
-    def forget(self, round_: int) -> None:
-        """A new attempt at the same round counts afresh."""
-        self._rounds.pop(round_, None)
-
-    def deadline_s(self, round_: int, cap_s: float = bounds.GATHER_CAP_S, step_s: float = 0.0) -> float:
-        """Seconds to wait from the first READY of ``round_``, measured on the other rounds, at most
-        ``cap_s``. ``step_s``: as in ``gather_least_s``."""
-        past = [last - first for key, (first, last) in self._rounds.items() if key != round_ and last > first]
-        return adaptive_deadline_s(past, bounds.GATHER_DEFAULT_S, gather_least_s(cap_s, step_s), cap_s)
-
-
 class Cadence:
-    """How often the rounds of one fragment are made, from the commits that this peer has learned of. Before,
-    as the run plans it (``planned_s``, 0 if it does not). READYs are waited for a ``share`` of that time at
-    most."""
+    """Times of the rounds of one fragment, as past ones have shown them: how often one is committed, and how
+    long after the first READY the last one comes. ``slices``: from BEGIN to the last slice, as the parts that
+    we own have seen it. ``planned_s``: between two rounds before any is known, 0 if the run plans none.
+    READYs are waited for a ``share`` of that time at most."""
 
     def __init__(self, planned_s: float = 0.0, share: float = bounds.GATHER_SHARE) -> None:
         self._planned_s = planned_s
         self._share = share
         self._last: tuple[int, float] | None = None
         self._periods: deque[float] = deque(maxlen=WINDOW // 2)
+        self._readies: OrderedDict[int, tuple[float, float]] = OrderedDict()
+        """By round, when the first one came, and the last."""
+        self.slices = Durations()
 
     def committed(self, round_: int, now: float) -> None:
         if self._last is not None and round_ > self._last[0]:
             self._periods.append((now - self._last[1]) / (round_ - self._last[0]))
         if self._last is None or round_ > self._last[0]:
             self._last = (round_, now)
+
+    def ready_came(self, round_: int, now: float) -> None:
+        first_at, _ = self._readies.get(round_, (now, now))
+        self._readies[round_] = (first_at, now)
+        while len(self._readies) > WINDOW:
+            self._readies.popitem(last=False)
+
+    def gather_s(self, round_: int, step_s: float = 0.0) -> float:
+        """Seconds to wait from the first READY of a new attempt at ``round_``, measured on other rounds.
+        ``step_s``: as in ``gather_least_s``."""
+        self._readies.pop(round_, None)
+        past = [last - first for first, last in self._readies.values() if last > first]
+        cap_s = self.gather_cap_s(round_)
+        return adaptive_deadline_s(past, bounds.GATHER_DEFAULT_S, gather_least_s(cap_s, step_s), cap_s)
 
     @property
     def period_s(self) -> float:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.protocol.rounds import bounds
-from p2p_co2.protocol.rounds.bounds import DIGEST_BYTES, MAX_WEIGHT
+from p2p_co2.protocol.rounds.bounds import DIGEST_BYTES, MAX_WEIGHT, OFFER_ID_BYTES
 from p2p_co2.system.memory import Buffer
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Missed
@@ -103,9 +103,10 @@ class Offer:
     offer_id: bytes = b""
 
     def __post_init__(self) -> None:
-        if len(self.state_digest) != DIGEST_BYTES or not 0 < self.weight <= MAX_WEIGHT:
+        lengths = len(self.state_digest), len(self.offer_id)
+        if lengths != (DIGEST_BYTES, OFFER_ID_BYTES) or not 0 < self.weight <= MAX_WEIGHT:
             raise LocalProtocolError(
-                f"offer for round {self.round}: weight {self.weight} or digest impossible"
+                f"offer for round {self.round}: weight {self.weight}, digest or id impossible"
             )
         if not 0 <= self.base_version < self.round:
             raise LocalProtocolError(
@@ -121,7 +122,7 @@ class OpenOffer(NamedTuple):
     timer_at: float
 
 
-class Slice(NamedTuple):
+class PeerSlice(NamedTuple):
     peer: PeerId
     weight: float
     data: Buffer
@@ -140,7 +141,7 @@ class ReduceJob:
     generation: int
     start_block: int
     stop_block: int
-    slices: tuple[Slice, ...]
+    slices: tuple[PeerSlice, ...]
 
 
 @dataclass(frozen=True)

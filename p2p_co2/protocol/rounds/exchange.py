@@ -23,8 +23,8 @@ from p2p_co2.protocol.rounds.attempt import Attempt, Share, check_missed, read_c
 from p2p_co2.protocol.rounds.certificate import Seals
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import CheckWanted, Likeness, Offer, ReduceJob
-from p2p_co2.protocol.rounds.owner import Arrivals, Contributors, MeanSlices, PartJob, Room
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.rounds.owner import Arrivals, Contributors, MeanSlices, PartJob, SliceRoom
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm
 from p2p_co2.system.memory import Buffer, large_buffer
 from p2p_co2.wire.envelope import with_data
 from p2p_co2.wire.identity import PeerId
@@ -103,7 +103,7 @@ class PartState:
         self.head: tuple[MeanSlices, bytes] | None = None
         """What the first piece says: whose slices are in it, and the owner's signature."""
 
-    def is_lost(self, swarm: Swarm, now: float) -> bool:
+    def is_lost(self, swarm: RoundSwarm, now: float) -> bool:
         """Whether its owner is late, or went: one that is back at once is another process."""
         if not self.is_held and not swarm.is_live(self.owner):
             self.due_at = min(self.due_at, now)
@@ -127,7 +127,7 @@ class PartState:
         self.outcome = outcome
         self.seal = seal
 
-    def send(self, attempt: Attempt, swarm: Swarm, outlet: Outlet, to: Collection[PeerId] = ()) -> None:
+    def send(self, attempt: Attempt, swarm: RoundSwarm, outlet: Outlet, to: Collection[PeerId] = ()) -> None:
         """The mean that we hold, in pieces, to all other members, or ``to`` others."""
         others = to or [peer for peer in attempt.shares if peer != outlet.me]
         for offset, data in pieces(self.place, swarm.piece_bytes(others)):
@@ -146,7 +146,7 @@ class Exchange:
     """Of one member. ``parts_at``: when our own parts were averaged."""
 
     def __init__(
-        self, offer: Offer, attempt: Attempt, swarm: Swarm, outlet: Outlet, *, seals: Seals,
+        self, offer: Offer, attempt: Attempt, swarm: RoundSwarm, outlet: Outlet, *, seals: Seals,
         observed: Durations, now: float,
     ) -> None:  # fmt: skip
         self.attempt = attempt
@@ -168,7 +168,7 @@ class Exchange:
         self._jobs: dict[int, PartJob] = {}
         self._here_at: dict[int, float] = {}
         """When a part's mean was here, from its first owner."""
-        self._room = Room(int(bounds.MAX_OWNED_PAYLOADS * len(self._payload)))
+        self._room = SliceRoom(int(bounds.MAX_OWNED_PAYLOADS * len(self._payload)))
 
     def start(self, now: float) -> None:
         """Send the slices to their owners, a piece to each in turn, so that all links are busy at once."""

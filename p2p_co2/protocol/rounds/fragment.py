@@ -8,8 +8,6 @@ forgotten with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from p2p_co2.errors import LocalProtocolError, Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds.asking import Asking
 from p2p_co2.protocol.rounds.assembly import Piece, ReorderBuffer
@@ -17,26 +15,26 @@ from p2p_co2.protocol.rounds.attempt import check_behind, check_duration, read_b
 from p2p_co2.protocol.rounds.certificate import Seals, Signer, open_decision, signers_of
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.deadline import Durations
-from p2p_co2.protocol.rounds.events import Aborted, Doubted, FellBehind, Offer, Refused
+from p2p_co2.protocol.rounds.events import Aborted, FellBehind, Offer, Refused
 from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.rounds.history import History, is_in_all
 from p2p_co2.protocol.rounds.member import Completion, Member, missed_slices, without_bytes
-from p2p_co2.protocol.rounds.offer_state import OfferState
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.rounds.own_offer import OwnOffer, Waiting
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
 
 
 class FragmentRounds:
-    """What this peer knows and does about one fragment. ``open``: its offer; ``leaving``: an attempt whose
-    offer we withdrew: no other of its round is joined before it is over."""
+    """What this peer knows and does about one fragment. ``mine``: its part in the next round; ``leaving``: an
+    attempt whose offer we withdrew: no other of its round is joined before it is over."""
 
     def __init__(
-        self, fragment: int, signer: Signer, swarm: Swarm, outlet: Outlet, history: History,
+        self, fragment: int, signer: Signer, swarm: RoundSwarm, outlet: Outlet, history: History,
         coordination: Coordination,
     ) -> None:  # fmt: skip
         self.history = history
-        self.open: OfferState | None = None
+        self.mine = OwnOffer()
         self.leaving: Member | None = None
         self._signer = signer
         self._swarm = swarm
@@ -49,31 +47,12 @@ class FragmentRounds:
         nothing."""
         self._withdrawn: Offer | None = None
         """The last offer that we ended ourselves: what still answers its READY is nobody's fault."""
-        self.on_begun: Callable[[], None] = lambda: None
-        """See ``Rounds.when_begun``."""
         self._receipts = Durations()
-
-    @property
-    def offer(self) -> Offer | None:
-        return None if self.open is None else self.open.offer
-
-    @property
-    def asking(self) -> Asking | None:
-        return None if self.open is None else self.open.asking
-
-    @property
-    def member(self) -> Member | None:
-        """Our part in the attempt of our offer, also once that has committed."""
-        return None if self.open is None else self.open.member
-
-    @property
-    def completion(self) -> Completion | None:
-        """Set while some means of our committed attempt are still on their way to us."""
-        return None if self.open is None else self.open.completion
 
     def joined_until(self, round_: int) -> float | None:
         """When the open attempt of ``round_`` that we are in does something next; None if there is none."""
-        member = (self.member if self.completion is None else None) or self.leaving
+        role = self.mine.role
+        member = role if isinstance(role, Member) else self.leaving
         return member.get_timer() if member is not None and member.attempt.round == round_ else None
 
     def set_state(self, version: int, digest: bytes, now: float) -> None:
@@ -86,7 +65,7 @@ class FragmentRounds:
         if (version, digest) != (history.version, history.digest):
             self._sent_behind = None
         following = history.go_to(version, digest)
-        offer = self.offer
+        offer = self.mine.offer
         if offer is not None and (offer.round, offer.state_digest) != (version + 1, digest):
             healed = offer.round == version + 1
             how = "was replaced by another state" if healed else "is the agreed state now"
@@ -105,56 +84,45 @@ class FragmentRounds:
     def start(self, offer: Offer, now: float) -> None:
         """Open an offer. Raises ``LocalProtocolError`` if one is open, or it does not fit our state."""
         history = self.history
-        if self.offer is not None:
-            raise LocalProtocolError(f"fragment {offer.fragment} has an open offer for {self.offer.round}")
+        if (known := self.mine.offer) is not None:
+            raise LocalProtocolError(f"fragment {offer.fragment} has an open offer for {known.round}")
         if (history.version, history.digest) != (offer.round - 1, offer.state_digest):
             raise LocalProtocolError(f"an offer for round {offer.round} at version {history.version}")
         if len(offer.payload) != self._swarm.shape.payload_bytes(offer.fragment):
             raise LocalProtocolError(f"a payload of {len(offer.payload)} bytes for fragment {offer.fragment}")
-        self.open = OfferState(offer, now)
-        known = history.commit(offer.round)
-        if known is not None:
-            self._end_without_bytes(*known)
+        self.mine = OwnOffer(offer, now)
+        if (made := history.commit(offer.round)) is not None:
+            self._end_without_bytes(*made)
         self._ask(now)
 
     def _ask(self, now: float) -> None:
         """Ask to be taken in, once nothing keeps our offer from it."""
-        if self.open is None or self.asking or self.member:
+        offer = self.mine.offer
+        if offer is None or not isinstance(self.mine.role, Waiting):
             return
-        offer = self.open.offer
         if self.leaving is None or self.leaving.attempt.round != offer.round:
             is_retry = offer.round == self._aborted_round
             asking = Asking(offer, self._swarm, self._outlet, self._receipts, is_retry=is_retry, now=now)
-            self.open.become(asking)
+            self.mine.become(asking)
 
     def withdraw(self, reason: str, now: float) -> bool:
         """End the open offer, whatever it waits for; False if there is none."""
-        if self.open is None:
+        if self.mine.offer is None:
             return False
-        self._withdrawn = self.open.offer
-        if self.member is not None and self.completion is None and not self.member.attempt.is_alone:
-            self.leaving = self.member
+        self._withdrawn = self.mine.offer
+        role = self.mine.role
+        if isinstance(role, Member) and not role.attempt.is_alone:
+            self.leaving = role
             self.leaving.leave(reason, now)
         self._abort(reason, is_over=False)
         return True
 
     # ---- time and the swarm
 
-    def _roles(self) -> list[Asking | Member | Completion]:
-        mine = self.asking or self.completion or self.member
-        return [role for role in (mine, self.leaving) if role is not None]
-
-    def peers_changed(self, now: float) -> None:
-        for role in self._roles():
-            role.peers_changed(now)
-
-    def get_timer(self) -> float | None:
-        return min((role.get_timer() for role in self._roles()), default=None)
-
-    def handle_timer(self, now: float) -> None:
-        for role in self._roles():
-            if now >= role.get_timer():
-                role.handle_timer(now)
+    def roles(self) -> list[Asking | Member | Completion]:
+        """What hears of time and of the swarm."""
+        roles = (self.mine.role, self.leaving)
+        return [role for role in roles if role is not None and not isinstance(role, Waiting)]
 
     def settle(self, now: float) -> bool:
         """End what can go nowhere, take a commit that our votes made; True if there was something."""
@@ -162,47 +130,46 @@ class FragmentRounds:
             self.leaving = None
             self._ask(now)
             return True
-        completion = self.completion
+        role = self.mine.role
+        completion = self.mine.completion
         if completion is not None:
             if completion.has_stalled:
                 self._end_without_bytes(completion.decision, completion.outcome)
             return completion.has_stalled
-        member = self.member
-        if member is not None and member.certificate is not None:
-            decision = member.certificate
+        if isinstance(role, Member) and role.certificate is not None:
+            decision = role.certificate
             outcome = open_decision(decision, self._signer.run, self._swarm.shape)
-            member.tell(decision, outcome)
-            self._finish(member, decision, outcome, now)
+            role.tell(decision, outcome)
+            self._finish(role, decision, outcome, now)
             return True
-        role = self.asking or member
-        if role is not None and role.failure:
-            if member is not None:
-                member.exchange.note_duration(member.begun_at, now)
-                coordinator = member.attempt.coordinator
-                fragment = member.attempt.fragment
-                if not member.had_a_liar:
-                    self._swarm.failed(coordinator, fragment, "its rounds came to nothing", now)
-            self._abort(role.failure, is_over=True)
-            return True
-        return False
+        if not isinstance(role, Asking | Member) or not role.failure:
+            return False
+        if isinstance(role, Member):
+            attempt = role.attempt
+            role.exchange.note_duration(role.begun_at, now)
+            if not role.had_a_liar:
+                self._swarm.failed(attempt.coordinator, attempt.fragment, "its rounds came to nothing", now)
+        self._abort(role.failure, is_over=True)
+        return True
 
     # ---- the road into a round
 
     def on_waiting(self, message: wire.Waiting, sender: PeerId, now: float) -> None:
         check_duration(message.begins_within_s, self._swarm.shape.round_cap_s)
-        if self.asking is not None and self.asking.offer.round == message.round:
-            self.asking.waiting(message, sender, now)
+        asking = self.mine.asking
+        if asking is not None and asking.offer.round == message.round:
+            asking.waiting(message, sender, now)
 
     def on_begin(self, message: wire.Begin, sender: PeerId, now: float) -> None:
         attempt = read_begin(message, sender, self._swarm.shape)
-        if self.history.has_ended(attempt.id) or self._is_in(attempt.id):
+        if self.history.has_ended(attempt.id) or self.mine.is_in(attempt.id):
             return  # doubled
-        asking = self.asking
+        asking = self.mine.asking
         if self._swarm.me not in attempt.shares:
             if asking is not None and attempt.coordinator in asking.asked:
                 asking.began_without_us(self._coordination.clamped(attempt), now)
             return
-        if self.open is None or asking is None or asking.offer.round != attempt.round:
+        if asking is None or asking.offer.round != attempt.round:
             if attempt.round > self.history.reached() + 1:
                 raise RemoteProtocolError(Offence.UNKNOWN_ROUND, f"BEGIN of round {attempt.round}")
             # Our READY was overtaken: the offer has ended or is in another attempt (we are in one at a time).
@@ -210,7 +177,7 @@ class FragmentRounds:
         else:
             is_taken_in = asking.is_taken_in(attempt, self._withdrawn)
         are_known = attempt.is_quorum(self._swarm.known(attempt.shares))  # names are free
-        if self.open is None or asking is None or not is_taken_in or not are_known:
+        if asking is None or not is_taken_in or not are_known:
             self.history.end(attempt.id)
             gone = wire.Result(key=attempt.key(), gave_up=True)
             for peer in attempt.shares:
@@ -225,20 +192,20 @@ class FragmentRounds:
         offer = asking.offer
         if not attempt.is_alone:
             self.history.join(attempt.round, attempt.id, offer.offer_id)
-        self.on_begun()
+        self._outlet.on_begun()
         exchange = Exchange(
             offer, attempt, self._swarm, self._outlet, seals=Seals(self._signer, attempt),
-            observed=self._coordination.observed[attempt.fragment], now=now,
+            observed=self._coordination.cadences[attempt.fragment].slices, now=now,
         )  # fmt: skip
         member = Member(attempt, exchange, self._signer, self._swarm, self._outlet, now)
-        self.open.become(member)
+        self.mine.become(member)
         exchange.start(now)
         member.check(now)
         self._replay(now)
 
     def on_behind(self, message: wire.Behind, sender: PeerId, now: float) -> None:
         check_behind(message)
-        asking = self.asking
+        asking = self.mine.asking
         if asking is None or asking.offer.round != message.round or sender not in asking.asked:
             return
         if (message.version, message.state_digest) == (self.history.version, self.history.digest):
@@ -254,27 +221,25 @@ class FragmentRounds:
 
     # ---- pieces of payloads and means
 
-    def _is_in(self, attempt: bytes) -> bool:
-        """Whether we are in the attempt of this id now."""
-        return self.member is not None and self.member.attempt.id == attempt
-
     def on_piece(self, message: Piece, sender: PeerId, now: float) -> bool:
         """PART or MEAN: for the attempt we are in, or held until we follow what it is of. False if it came
         for nothing."""
         round_ = message.key.round
-        member = self.member
-        ends = self.completion is not None and isinstance(message, wire.Mean)  # what was on its way to us
-        if self.history.has_ended(message.key.attempt) and not (ends and self._is_in(message.key.attempt)):
+        member = self.mine.member
+        asking = self.mine.asking
+        is_ours = self.mine.is_in(message.key.attempt)
+        ends = self.mine.completion is not None and isinstance(message, wire.Mean)  # was on its way to us
+        if self.history.has_ended(message.key.attempt) and not (ends and is_ours):
             return False
-        if member is not None and self._is_in(message.key.attempt):
+        if member is not None and is_ours:
             if sender not in member.attempt.shares:
                 raise RemoteProtocolError(Offence.NOT_A_MEMBER, message.__class__.__name__)
             if not member.exchange.is_early(message.part, message.generation):
                 return self._take(member, message, sender, now)
-        elif self.asking is not None and self.asking.offer.round == round_:
+        elif asking is not None and asking.offer.round == round_:
             if not self._swarm.is_live(sender):
                 raise RemoteProtocolError(Offence.UNKNOWN_PEER, "a piece of a round that has not begun here")
-            self.asking.poke(now)
+            asking.poke(now)
         elif self._withdrawn is not None and self._withdrawn.round == round_:
             return False  # the others count on the READY that we withdrew
         else:
@@ -287,9 +252,10 @@ class FragmentRounds:
         if isinstance(message, wire.Part):
             return member.exchange.part(message, sender, now)
         is_new = member.exchange.mean_came(message, sender, now)
-        if is_new and self.completion is not None:
-            self.completion.came(now)
-            self._complete(self.completion, now)
+        completion = self.mine.completion
+        if is_new and completion is not None:
+            completion.came(now)
+            self._complete(completion, now)
         elif is_new:
             member.mean_came(now)
         return is_new
@@ -298,7 +264,7 @@ class FragmentRounds:
         """Take the pieces that came before what explains them."""
         for sender, message in self.early.release():
             try:
-                if self._is_in(message.key.attempt):
+                if self.mine.is_in(message.key.attempt):
                     self.on_piece(message, sender, now)
             except RemoteProtocolError as error:
                 self._outlet.emit(Refused(sender, error.reason, error.detail))
@@ -309,8 +275,8 @@ class FragmentRounds:
         """A member's vote; whether anything follows from it. One in an attempt that is over here is told how
         it ended."""
         attempt = message.key.attempt
-        for member in (self.member, self.leaving):
-            if member is not None and member.attempt.id == attempt and self.completion is None:
+        for member in (self.mine.role, self.leaving):
+            if isinstance(member, Member) and member.attempt.id == attempt:
                 before = [part.generation for part in member.exchange.parts]
                 has_moved = member.result(message, sender, now)
                 if before != [part.generation for part in member.exchange.parts]:
@@ -318,18 +284,16 @@ class FragmentRounds:
                 return has_moved
         if self.history.commit(message.key.round) is not None or self.history.has_ended(attempt):
             return self._answer(message, sender)
-        if self.asking is not None and self.asking.offer.round == message.key.round:
-            self.asking.poke(now)  # our BEGIN may be lost
+        asking = self.mine.asking
+        if asking is not None and asking.offer.round == message.key.round:
+            asking.poke(now)  # our BEGIN may be lost
         return True
 
     def on_ask(self, message: wire.AskOutcome, sender: PeerId) -> None:
         """How did an attempt end? One that we never heard of we shall not join."""
         attempt = message.key.attempt
-        is_open = any(
-            member is not None and member.attempt.id == attempt and not member.is_leaving
-            for member in (self.member, self.leaving)
-        )
-        if is_open and self.completion is None:
+        role = self.mine.role
+        if isinstance(role, Member) and role.attempt.id == attempt and not role.is_leaving:
             return  # it will be told
         if self._swarm.is_live(sender):
             self.history.end(attempt)
@@ -349,8 +313,9 @@ class FragmentRounds:
         """A commit, its certificate checked."""
         round_ = outcome.key.round
         known = self.history.commit(round_)
-        member = self.member if self.member is not None and self.member.attempt.round == round_ else None
-        is_ours = member is not None and member.attempt.id == outcome.key.attempt
+        member = self.mine.member
+        attempt = outcome.key.attempt
+        is_ours = member is not None and member.attempt.round == round_ and self.mine.is_in(attempt)
         signers = signers_of(decision, outcome)
         members = [one.peer for one in outcome.members]
         if not is_ours and not self._swarm.believes(signers, members, outcome.key.fragment):
@@ -359,20 +324,21 @@ class FragmentRounds:
         if known is not None or history.version is None or round_ <= history.version:
             return
         follows = round_ == history.reached() + 1
-        if self.completion is not None:
+        role = self.mine.role
+        if isinstance(role, Completion):
             if follows:  # one beyond would hide from us all that come before it
                 history.keep(decision, outcome)  # told once we have the bytes of the one before
-                self.completion.overtaken(now)
+                role.overtaken(now)
             return
         if not follows or (round_ == history.version + 1 and outcome.state_digest != history.digest):
             history.hear_beyond(decision, outcome)
-            ended = self.open is not None
+            ended = self.mine.offer is not None
             self._end()  # most others have made a round that does not follow our state
             donors = tuple(peer for peer in signers if peer != self._swarm.me)
             place = outcome.key.fragment, round_ - 1
             self._outlet.emit(FellBehind(*place, outcome.state_digest, donors, ended))
-        elif member is not None and is_ours:
-            self._finish(member, decision, outcome, now)
+        elif isinstance(role, Member) and is_ours:
+            self._finish(role, decision, outcome, now)
         else:
             self._coordination.cadences[outcome.key.fragment].committed(round_, now)
             history.keep(decision, outcome)
@@ -387,35 +353,28 @@ class FragmentRounds:
         for missed in missed_slices(member, outcome, self._swarm.me):
             self._outlet.emit(missed)
         completion = Completion(member, decision, outcome, self._swarm, now)
-        assert self.open is not None
-        self.open.become(completion)
+        self.mine.become(completion)
         self._complete(completion, now)
 
     def _complete(self, completion: Completion, now: float) -> None:
         """Our attempt has committed: end the offer if we hold all means."""
-        assert self.open is not None
         outcome = completion.outcome
-        event = completion.committed(self.open.offered_at, now)
+        event = completion.committed(self.mine.offered_at, now)
         if event is not None:
             self._end()
             self._outlet.emit(event)
             if not is_in_all(outcome, self._swarm.me):
-                self.doubt(outcome)
+                self.history.doubt(outcome, self._outlet.emit)
 
     def _end_without_bytes(self, decision: wire.Decision, outcome: wire.Outcome) -> None:
-        self.doubt(outcome)
-        ended = self.offer is not None and self.offer.round == outcome.key.round
+        self.history.doubt(outcome, self._outlet.emit)
+        ended = self.mine.offer is not None and self.mine.offer.round == outcome.key.round
         if ended:
             self._end()
         self._outlet.emit(without_bytes(decision, outcome, self._swarm, ended))
 
-    def doubt(self, outcome: wire.Outcome) -> None:
-        """What we offered in other attempts at the same round may have been counted there."""
-        if self.history.was_elsewhere(outcome):
-            self._outlet.emit(Doubted(outcome.key.fragment))
-
     def _abort(self, reason: str, *, is_over: bool) -> None:
-        offer = self.offer
+        offer = self.mine.offer
         assert offer is not None
         self._aborted_round = offer.round
         self._end(is_over=is_over)
@@ -423,12 +382,13 @@ class FragmentRounds:
 
     def _end(self, *, is_over: bool = True) -> None:
         """Forget the open offer and all that was held for it."""
-        if self.member is not None:
-            attempt = self.member.attempt
+        mine = self.mine
+        if mine.member is not None:
+            attempt = mine.member.attempt
             self.history.leave(attempt.round, attempt.id, self._outlet.emit, is_over=is_over)
-        if self.asking is not None:
-            self.asking.leave()
-        if self.offer is not None:
-            self._coordination.withdraw((self.offer.fragment, self.offer.round), self._swarm.me)
-        self.open = None
+        if mine.asking is not None:
+            mine.asking.leave()
+        if mine.offer is not None:
+            self._coordination.withdraw((mine.offer.fragment, mine.offer.round), self._swarm.me)
+        self.mine = OwnOffer()
         self.early.clear()

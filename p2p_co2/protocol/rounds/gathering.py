@@ -16,14 +16,12 @@ from p2p_co2.protocol.rounds.bounds import DIGEST_BYTES
 from p2p_co2.protocol.rounds.deadline import (
     SAFETY,
     Cadence,
-    Durations,
-    Punctuality,
     gather_least_s,
     parts_deadline_s,
 )
-from p2p_co2.protocol.rounds.parts import Division, Rates, divide
+from p2p_co2.protocol.rounds.parts import Division, LineRates, divide
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, named
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm, named
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import Begin, Behind, Member, PartSpec, Ready, RoundKey, Waiting
@@ -38,7 +36,7 @@ class Roster:
     done. Of newcomers a group takes so many that its ``voters`` are a quorum without them.
     """
 
-    def __init__(self, fragment: int, round_: int, swarm: Swarm) -> None:
+    def __init__(self, fragment: int, round_: int, swarm: RoundSwarm) -> None:
         self.fragment = fragment
         self.round = round_
         self.readies: dict[PeerId, Ready] = {}
@@ -175,7 +173,14 @@ class Gathering:
     waited for, as past rounds suggest; ``in_time_until``: who comes by then is worth waiting for."""
 
     def __init__(
-        self, roster: Roster, swarm: Swarm, outlet: Outlet, *, cadence: Cadence, adaptive_s: float, now: float
+        self,
+        roster: Roster,
+        swarm: RoundSwarm,
+        outlet: Outlet,
+        *,
+        cadence: Cadence,
+        adaptive_s: float,
+        now: float,
     ) -> None:
         self.roster = roster
         self._swarm = swarm
@@ -259,32 +264,26 @@ class Gathering:
         missing = [peer for peer in working if peer not in self.roster.readies and peer not in moved]
         versions = ((peer, self._swarm.version_of(peer, fragment)) for peer in missing)
         late = [p for p, at in versions if at == before or (at == before + 1 and p in was_behind)]
-        self._behind = set(filter(self._swarm.replays.is_awaited, late))
+        self._behind = set(filter(self._swarm.readies.is_awaited, late))
 
     def _is_complete(self, moved: frozenset[PeerId]) -> bool:
         """Whether nobody is left to wait for: not a peer that is known to be elsewhere, or always late. One
         in ``moved`` has reached ``round - 1`` whatever its last status said."""
-        habit = self._habit()
+        habit = self._swarm.readies
         heard = set(self.roster.heard())
         return self._behind <= heard and all(
             peer in heard or not habit.is_awaited(peer) or not self._may_come(peer, moved)
             for peer in self._swarm.working_on(self.roster.fragment)
         )
 
-    def _habit(self) -> Punctuality:
-        return self._swarm.last_readies if self.roster.is_last else self._swarm.readies
-
     def note_punctuality(self, moved: frozenset[PeerId]) -> None:
         """At BEGIN: who came, and who was waited for in vain."""
-        habit = self._habit()
+        habit = self._swarm.readies
         place = (self.roster.fragment, self.roster.round)
         for peer in self._swarm.working_on(self.roster.fragment):
             if peer in self.roster.readies:
                 habit.came(peer)
-                self._swarm.replays.came(peer)
-            elif self._is_overdue and peer in self._behind:
-                self._swarm.replays.missed(peer, place)
-            elif self._is_overdue and self._may_come(peer, moved):
+            elif self._is_overdue and (peer in self._behind or self._may_come(peer, moved)):
                 habit.missed(peer, place)
 
     def _may_come(self, peer: PeerId, moved: frozenset[PeerId]) -> bool:
@@ -297,7 +296,7 @@ class Gathering:
 
     # ---- the end
 
-    def begin(self, nonce: bytes, observed: Durations) -> Begin:
+    def begin(self, nonce: bytes) -> Begin:
         """BEGIN for the agreeing camp, at most ``MAX_MEMBERS`` of it; the minority is told to catch up.
         ``nonce``: 16 bytes that tell this attempt from others with the same members."""
         digest, camp = self.roster.agreeing()
@@ -308,7 +307,7 @@ class Gathering:
         rates = {peer: self._rates(peer) for peer in group}
         division = divided(self._swarm, self._cadence, (fragment, round_), rates)
         parts_cap_s = self._swarm.shape.parts_cap_s
-        parts_s = parts_deadline_s(division.transfer_s, observed, parts_cap_s)
+        parts_s = parts_deadline_s(division.transfer_s, self._cadence.slices, parts_cap_s)
         live = self.roster.live_count(group)
         if 2 * len(group) <= live + 1:  # no round comes of it if the means are late anywhere
             parts_s = min(SAFETY * parts_s, parts_cap_s)
@@ -326,11 +325,11 @@ class Gathering:
         seal_begin(begin, self._swarm.me)
         return begin
 
-    def _rates(self, peer: PeerId) -> Rates:
+    def _rates(self, peer: PeerId) -> LineRates:
         ready = self.roster.readies[peer]
         may_own = peer in self._swarm.voters and not self._swarm.repute.has_lied(peer)
         believed = self._swarm.lateness.of_claim(peer) if may_own else 0.0
-        return Rates(ready.upload_bytes_per_s, ready.download_bytes_per_s, believed)
+        return LineRates(ready.upload_bytes_per_s, ready.download_bytes_per_s, believed)
 
     def _member(self, peer: PeerId) -> Member:
         ready = self.roster.readies[peer]
@@ -352,7 +351,9 @@ class Gathering:
             self._outlet.send(peer, behind_message(fragment, round_, round_ - 1, digest, camp))
 
 
-def divided(swarm: Swarm, cadence: Cadence, place: tuple[int, int], rates: dict[PeerId, Rates]) -> Division:
+def divided(
+    swarm: RoundSwarm, cadence: Cadence, place: tuple[int, int], rates: dict[PeerId, LineRates]
+) -> Division:
     """How the round at ``place`` (fragment, round) is divided among the members of ``rates``."""
     shape = swarm.shape
     upload = swarm.my_upload_bytes_per_s()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.certificate import Derived, tellers_of
-from p2p_co2.protocol.rounds.events import Stale
+from p2p_co2.protocol.rounds.events import Doubted, Stale
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Decision, Missed, Outcome, PartOutcome, Result
 
@@ -123,10 +123,11 @@ class History:
         """We are in an attempt, and not alone: what we offer there may be counted, whatever we hear of it."""
         self._joined.append((round_, attempt, offer_id))
 
-    def was_elsewhere(self, outcome: Outcome) -> bool:
-        """Whether we were in another attempt at the round of a commit."""
+    def doubt(self, outcome: Outcome, emit: Callable[[Doubted], None]) -> None:
+        """What we offered in other attempts at the round of a commit may have been counted there."""
         key = outcome.key
-        return any(round_ == key.round and attempt != key.attempt for round_, attempt, _ in self._joined)
+        if any(round_ == key.round and attempt != key.attempt for round_, attempt, _ in self._joined):
+            emit(Doubted(key.fragment))
 
     def is_settled_by(self, outcome: Outcome, me: PeerId) -> bool:
         """Whether a commit that is replayed leaves open nothing of what we offered. It was doubted when we
@@ -152,10 +153,6 @@ class History:
 
     def has_ended(self, attempt: bytes) -> bool:
         return attempt in self._ended
-
-    def has_worked(self, peer: PeerId) -> bool:
-        """Whether a slice of ``peer`` is in one of the kept commits."""
-        return peer in self.workers
 
     def verdict(self, heard: Result, me: PeerId) -> Decision | Result | None:
         """How the attempt of ``heard`` ended, for a member that has to ask; None if there is nothing to tell.

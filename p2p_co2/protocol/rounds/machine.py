@@ -18,7 +18,7 @@ a round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import inf
 
 from google.protobuf.message import Message
@@ -41,7 +41,7 @@ from p2p_co2.protocol.rounds.events import (
 from p2p_co2.protocol.rounds.fragment import FragmentRounds
 from p2p_co2.protocol.rounds.history import History
 from p2p_co2.protocol.rounds.member import Member
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm
 from p2p_co2.system.memory import Buffer
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import Identity, PeerId
@@ -63,39 +63,41 @@ class Rounds:
         self._me = identity.peer_id
         self._run = run
         self._shape = shape
-        self._swarm = Swarm(self._me, shape)
-        self._outlet = Outlet(self._me)
-        self._swarm.repute.emit = self._outlet.emit
-        histories = self._swarm.voters.histories = [History() for _ in shape.blocks]
+        self.swarm = RoundSwarm(self._me, shape)
+        self.outlet = Outlet(self._me)
+        self.swarm.repute.emit = self.outlet.emit
+        histories = self.swarm.voters.histories = [History() for _ in shape.blocks]
         self._coordination = Coordination(
-            self._swarm, self._outlet, histories,
+            self.swarm, self.outlet, histories,
             joined_until=lambda place: self._fragments[place[0]].joined_until(place[1]),
         )  # fmt: skip
         signer = Signer(identity, run)
         self._fragments = [
-            FragmentRounds(fragment, signer, self._swarm, self._outlet, history, self._coordination)
+            FragmentRounds(fragment, signer, self.swarm, self.outlet, history, self._coordination)
             for fragment, history in enumerate(histories)
         ]
         self._now = 0.0
         self.revision = 0
         """Grows with every call that may have changed what is held or waited for."""
-        self._timer_is_stale = True
+        self._timed = -1
+        """The revision of ``_timer_at``."""
         self._timer_at: float | None = None
 
     # ---- what the node tells us
 
     def set_peers(self, live: Mapping[PeerId, PeerView], now: float) -> None:
         """The live peers. This one may be among them, for what it says of itself; it is live anyway."""
-        self._swarm.set_live(live)
+        self.swarm.set_live(live)
         for fragment in self._fragments:
-            fragment.peers_changed(now)
+            for role in fragment.roles():
+                role.peers_changed(now)
         self._coordination.peers_changed()
         self._settle(now)
 
     def set_state(self, fragment: int, version: int, digest: bytes) -> None:
         """The agreed state that we hold now. An open offer from another one ends in ``Aborted``."""
-        self._swarm.my_versions[fragment] = version
-        self._changed()
+        self.swarm.my_versions[fragment] = version
+        self.revision += 1
         self._fragments[fragment].set_state(version, digest, self._now)
 
     def offer(self, offer: Offer, now: float) -> None:
@@ -115,60 +117,41 @@ class Rounds:
 
     def forget_outcome(self, fragment: int, round_: int) -> None:
         """No donor holds the bytes of a commit that we learned of: go on as if it had not been."""
-        self._changed()
+        self.revision += 1
         self._fragments[fragment].forget(round_, self._now)
 
     def replayed(self, decision: wire.Decision) -> None:
         """The commit that made the state after ours, with a mean that a donor gave us."""
         outcome = open_decision(decision, self._run, self._shape)
-        mine = self._fragments[outcome.key.fragment]
-        if not mine.history.is_settled_by(outcome, self._me):
-            mine.doubt(outcome)
+        history = self._fragments[outcome.key.fragment].history
+        if not history.is_settled_by(outcome, self._me):
+            history.doubt(outcome, self.outlet.emit)
 
     def next_commit(self, fragment: int) -> wire.Outcome | None:
         """The commit that follows the state that we hold, if anybody told us of it."""
         known = self._fragments[fragment].history.next_commit()
         return None if known is None else known[1]
 
-    def is_over(self, fragment: int) -> bool:
-        """Whether no more rounds of a fragment are made in this run: what is left of it stays uncounted."""
-        return self._swarm.is_over(fragment)
-
-    def has_worked(self, peer: PeerId) -> bool:
-        """Whether a slice of ``peer`` is in one of the last means that we know of."""
-        return any(fragment.history.has_worked(peer) for fragment in self._fragments)
-
-    def counts(self, peer: PeerId) -> bool:
-        """Whether what ``peer`` says of the swarm counts: it has had a vote here, or nobody live has."""
-        return self._swarm.voters.counts(peer)
-
     def stage(self, fragment: int) -> Stage:
         """How far the round of our offer is; other threads may ask."""
-        member = self._fragments[fragment].member
-        asking = self._fragments[fragment].asking
-        if member is not None:
+        mine = self._fragments[fragment].mine
+        if (member := mine.member) is not None:
             return "means" if member.exchange.brings_means else "slices"
-        return "" if asking is None else "asking"
-
-    def when_begun(self, call: Callable[[], None]) -> None:
-        """Have ``call`` made when a round of ours has begun, before memory is taken for its mean. Its members
-        have the round before: what nobody needs of that may be let go."""
-        for fragment in self._fragments:
-            fragment.on_begun = call
+        return "" if mine.asking is None else "asking"
 
     def is_everywhere(self, fragment: int, version: int) -> bool:
         """Whether all live peers are known to hold ``version``: they say so, or they are in the round after
         it. Never for a peer that is alone."""
-        member = self._fragments[fragment].member
+        member = self._fragments[fragment].mine.member
         there = member.attempt.shares if member is not None and member.attempt.round > version else {}
-        others = [peer for peer in self._swarm.live if peer not in there]
-        known = [self._swarm.version_of(peer, fragment) for peer in others]
-        return len(self._swarm.live) > 1 and all(one is not None and one >= version for one in known)
+        others = [peer for peer in self.swarm.live if peer not in there]
+        known = [self.swarm.version_of(peer, fragment) for peer in others]
+        return len(self.swarm.live) > 1 and all(one is not None and one >= version for one in known)
 
     def is_completing(self, fragment: int) -> bool:
         """Whether the bytes of a fragment's newest commit are on their way: asking donors would bring them
         twice."""
-        return self._fragments[fragment].completion is not None
+        return self._fragments[fragment].mine.completion is not None
 
     def reduced(self, job: ReduceJob, mean: Buffer, now: float) -> None:
         """The encoded mean of a ``ReduceWanted``; ignored if the job is not open any more."""
@@ -192,11 +175,11 @@ class Rounds:
         member = self._member_of(job)
         if member is not None and member.exchange.refused_slice(job, peer):
             where = f"fragment {job.fragment}, round {job.round}"
-            self._outlet.emit(Refused(peer, "bad slice", f"{reason}; {where}"))
+            self.outlet.emit(Refused(peer, "bad slice", f"{reason}; {where}"))
         self._settle(now)
 
     def _member_of(self, job: ReduceJob | CheckWanted) -> Member | None:
-        member = self._fragments[job.fragment].member
+        member = self._fragments[job.fragment].mine.member
         return member if member is not None and member.attempt.id == job.key else None
 
     # ---- the pump
@@ -207,7 +190,7 @@ class Rounds:
         has_moved = True
         try:
             if isinstance(message, wire.Result):  # all to all: of most nothing follows
-                has_moved = self._keyed(message).on_result(message, sender, now)
+                has_moved = self._fragment_of(message).on_result(message, sender, now)
                 return True
             return self._dispatch(message, sender, now)
         finally:
@@ -216,74 +199,71 @@ class Rounds:
 
     def get_timer(self) -> float | None:
         """When ``handle_timer`` wants to be called next."""
-        if self._timer_is_stale:
-            self._timer_is_stale = False
-            times = [self._coordination.get_timer(), *[fragment.get_timer() for fragment in self._fragments]]
-            self._timer_at = min([at for at in times if at is not None], default=None)
+        if self._timed != self.revision:
+            self._timed = self.revision
+            times = [role.get_timer() for fragment in self._fragments for role in fragment.roles()]
+            gathered_at = self._coordination.get_timer()
+            self._timer_at = min(times if gathered_at is None else [*times, gathered_at], default=None)
         return self._timer_at
 
     def handle_timer(self, now: float) -> None:
         """Do what is due."""
         self._settle(now)
         for fragment in self._fragments:
-            fragment.handle_timer(now)
+            for role in fragment.roles():
+                if now >= role.get_timer():
+                    role.handle_timer(now)
         self._settle(now)
 
     def messages_to_send(self) -> list[tuple[PeerId, Message]]:
         """All that is to be sent, and forget it. Payloads are in here as pieces: about one payload of
         memory."""
-        messages = self._outlet.messages
-        self._outlet.messages = []
+        messages = self.outlet.messages
+        self.outlet.messages = []
         return messages
 
     def next_event(self) -> RoundsEvent | None:
-        return self._outlet.events.popleft() if self._outlet.events else None
+        return self.outlet.events.popleft() if self.outlet.events else None
 
     # ---- what there is to see
 
     def open_offers(self) -> list[OpenOffer]:
         """Our offers that wait for their end."""
-        return [
-            OpenOffer(index, fragment.open.offered_at, inf if (at := fragment.get_timer()) is None else at)
-            for index, fragment in enumerate(self._fragments)
-            if fragment.open is not None
-        ]
+        offers = []
+        for index, fragment in enumerate(self._fragments):
+            if fragment.mine.offer is not None:
+                at = min([role.get_timer() for role in fragment.roles()], default=inf)
+                offers.append(OpenOffer(index, fragment.mine.offered_at, at))
+        return offers
 
     def held(self) -> dict[str, tuple[int, int]]:
         """What is held of the kinds that strangers can make grow: (now, at most) by the name of the bound. Of
         the fragment that has least room left."""
-        most = self._coordination.held() | self._swarm.repute.held()
+        most = self._coordination.held() | self.swarm.repute.held()
         for fragment in self._fragments:
             for name, now in (fragment.history.held() | fragment.early.held()).items():
-                most[name] = max(most.get(name, now), now, key=lambda held: held[0] - held[1])
+                if name not in most or now[0] - now[1] > most[name][0] - most[name][1]:
+                    most[name] = now
         return most
-
-    def _changed(self) -> None:
-        self._timer_is_stale = True
-        self.revision += 1
 
     def _settle(self, now: float) -> None:
         """Deliver what we sent to ourselves and end what has failed, until nothing moves."""
         self._now = now
-        self._changed()
+        self.revision += 1
         while True:
-            if self._outlet.loop:
-                message = self._outlet.loop.popleft()
+            if self.outlet.loop:
+                message = self.outlet.loop.popleft()
                 try:
                     self._dispatch(message, self._me, now)
                 except RemoteProtocolError as error:
                     raise LocalProtocolError(
                         f"we refuse our own {message.__class__.__name__}: {error}"
                     ) from error
-            elif not self._moves_on(now) and not self._outlet.loop:
+                continue
+            has_moved = any(fragment.settle(now) for fragment in self._fragments)
+            has_moved = has_moved or self._coordination.close_complete(now)
+            if not has_moved and not self.outlet.loop:
                 break
-
-    def _moves_on(self, now: float) -> bool:
-        """Whether an offer of ours, or a gathering, had to end or to go on, and did."""
-        for fragment in self._fragments:
-            if fragment.settle(now):
-                return True
-        return self._coordination.close_complete(now)
 
     # ---- messages
 
@@ -292,17 +272,17 @@ class Rounds:
             case wire.Ready():
                 self._coordination.on_ready(message, sender, now)
             case wire.Waiting():
-                self._place(message).on_waiting(message, sender, now)
+                self._fragment_of(message).on_waiting(message, sender, now)
             case wire.Behind():
-                self._place(message).on_behind(message, sender, now)
+                self._fragment_of(message).on_behind(message, sender, now)
             case wire.Begin():
-                self._keyed(message).on_begin(message, sender, now)
+                self._fragment_of(message).on_begin(message, sender, now)
             case wire.Part() | wire.Mean():
-                return self._keyed(message).on_piece(message, sender, now)
+                return self._fragment_of(message).on_piece(message, sender, now)
             case wire.Result():
-                self._keyed(message).on_result(message, sender, now)
+                self._fragment_of(message).on_result(message, sender, now)
             case wire.AskOutcome():
-                self._keyed(message).on_ask(message, sender)
+                self._fragment_of(message).on_ask(message, sender)
             case wire.Decision():
                 outcome = open_decision(message, self._run, self._shape)
                 self._fragments[outcome.key.fragment].on_decision(message, outcome, sender, now)
@@ -310,9 +290,8 @@ class Rounds:
                 raise LocalProtocolError(f"{message.__class__.__name__} is not for the rounds machine")
         return True
 
-    def _place(self, message: wire.Ready | wire.Waiting | wire.Behind) -> FragmentRounds:
-        check_place(message.fragment, message.round, self._shape)
-        return self._fragments[message.fragment]
-
-    def _keyed(self, message: _Keyed) -> FragmentRounds:
+    def _fragment_of(self, message: wire.Waiting | wire.Behind | _Keyed) -> FragmentRounds:
+        if isinstance(message, wire.Waiting | wire.Behind):
+            check_place(message.fragment, message.round, self._shape)
+            return self._fragments[message.fragment]
         return self._fragments[read_key(message.key, self._shape)[0]]

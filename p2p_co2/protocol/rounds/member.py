@@ -28,7 +28,7 @@ from p2p_co2.protocol.rounds.deadline import SAFETY
 from p2p_co2.protocol.rounds.events import Committed, MissedSlices, OutcomeWithoutBytes, Refused
 from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.rounds.history import missed_in
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_STRING
 from p2p_co2.wire.messages_pb2 import AskOutcome, Decision, LostPart, Missed, Outcome, Result
@@ -94,7 +94,13 @@ class Member:
     commit, once votes have made it."""
 
     def __init__(
-        self, attempt: Attempt, exchange: Exchange, signer: Signer, swarm: Swarm, outlet: Outlet, now: float
+        self,
+        attempt: Attempt,
+        exchange: Exchange,
+        signer: Signer,
+        swarm: RoundSwarm,
+        outlet: Outlet,
+        now: float,
     ) -> None:
         self.attempt = attempt
         self.exchange = exchange
@@ -321,7 +327,9 @@ class Member:
         self._last.repeated(now)
 
 
-def without_bytes(decision: Decision, outcome: Outcome, swarm: Swarm, ended: bool) -> OutcomeWithoutBytes:
+def without_bytes(
+    decision: Decision, outcome: Outcome, swarm: RoundSwarm, ended: bool
+) -> OutcomeWithoutBytes:
     """A commit that we lack the mean of. ``ended``: whether it ends our offer. Those who signed it
     hold the bytes."""
     donors = tuple(peer for peer in signers_of(decision, outcome) if peer != swarm.me)
@@ -353,7 +361,7 @@ class Completion:
     """
 
     def __init__(
-        self, member: Member, decision: Decision, outcome: Outcome, swarm: Swarm, now: float
+        self, member: Member, decision: Decision, outcome: Outcome, swarm: RoundSwarm, now: float
     ) -> None:
         self.decision = decision
         self.outcome = outcome

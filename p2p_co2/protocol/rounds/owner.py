@@ -17,9 +17,9 @@ from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.assembly import Assembly
 from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.deadline import SAFETY, Durations
-from p2p_co2.protocol.rounds.events import Distrusted, ReduceJob, ReduceWanted, Slice
+from p2p_co2.protocol.rounds.events import Distrusted, PeerSlice, ReduceJob, ReduceWanted
 from p2p_co2.protocol.rounds.repute import LATE_TIMES
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm
 from p2p_co2.system.memory import Buffer
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import HOSTILE, LATE, NO_ROOM, NOT_ASKED, NOT_AWAITED, Missed, Part
@@ -35,7 +35,7 @@ class MeanSlices(NamedTuple):
     missed: tuple[Missed, ...]
 
 
-class Room:
+class SliceRoom:
     """Bytes of others' slices that one owner holds in an attempt."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -56,7 +56,9 @@ class Arrivals:
     send was; the wait was as long as the longest of those in time. Whoever sends at the last moment each time
     is late, too: else it alone would say how long exchanges take."""
 
-    def __init__(self, attempt: Attempt, swarm: Swarm, observed: Durations, parts: Collection[int]) -> None:
+    def __init__(
+        self, attempt: Attempt, swarm: RoundSwarm, observed: Durations, parts: Collection[int]
+    ) -> None:
         self._attempt = attempt
         self._swarm = swarm
         self._observed = observed
@@ -92,7 +94,7 @@ class SliceStore:
     """Slices of one part, each of ``size_bytes``, as they come to its owner. ``whole``: those that are;
     ``came_at``: when; ``missed``: who found no room, or is hostile. ``place``: where the part's mean goes."""
 
-    def __init__(self, room: Room, size_bytes: int, place: memoryview) -> None:
+    def __init__(self, room: SliceRoom, size_bytes: int, place: memoryview) -> None:
         self.whole: dict[PeerId, Buffer] = {}
         self.came_at: dict[PeerId, float] = {}
         self.missed: dict[PeerId, Missed] = {}
@@ -148,7 +150,7 @@ class PartJob:
 
     def __init__(
         self, attempt: Attempt, part: int, generation: int, own_slice: memoryview, *,
-        swarm: Swarm, outlet: Outlet, room: Room, arrivals: Arrivals, place: memoryview, now: float,
+        swarm: RoundSwarm, outlet: Outlet, room: SliceRoom, arrivals: Arrivals, place: memoryview, now: float,
     ) -> None:  # fmt: skip
         self.attempt = attempt
         self.part = part
@@ -219,7 +221,7 @@ class PartJob:
     def _ask(self) -> None:
         weights = self.attempt.weights
         whole = self._slices.whole
-        slices = tuple(Slice(peer, weights[peer], whole[peer]) for peer in sorted(whole))
+        slices = tuple(PeerSlice(peer, weights[peer], whole[peer]) for peer in sorted(whole))
         if not slices:
             self.is_done = True  # all were hostile, ours too: the part is lost and the members will say so
             return

@@ -58,7 +58,7 @@ class BlockRange(NamedTuple):
     stop: int
 
 
-class Rates(NamedTuple):
+class LineRates(NamedTuple):
     """What a member says of its link, bytes per second; 0: an upload not measured yet, a download without
     cap."""
 
@@ -81,7 +81,7 @@ class Division:
 
 
 def divide(
-    blocks: int, block_bytes: int, rates: dict[PeerId, Rates], place: tuple[int, int], cheap_s: float,
+    blocks: int, block_bytes: int, rates: dict[PeerId, LineRates], place: tuple[int, int], cheap_s: float,
     own_upload: float = 0.0, assumed: float = ASSUMED_UPLOAD_BYTES_PER_S,
 ) -> Division:  # fmt: skip
     """Divide a round at ``place`` (fragment, round) among the members of ``rates``. ``cheap_s``: a round of
@@ -120,7 +120,7 @@ def divide(
     return Division(ranges, owners, senders, max([*needed, time_s if budgets else 0.0]))
 
 
-def _link(rates: Rates, upload: float, payload_bytes: int) -> float:
+def _link(rates: LineRates, upload: float, payload_bytes: int) -> float:
     """Payloads per second that an owner takes in and gives out."""
     believed = upload * rates.owning
     return min(believed, max(1.0, rates.download) / payload_bytes) if rates.download > 0 else believed

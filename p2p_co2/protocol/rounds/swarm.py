@@ -7,7 +7,7 @@ peer is always live in its own eyes, and training unless it is told otherwise.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from google.protobuf.message import Message
 
@@ -21,19 +21,15 @@ from p2p_co2.protocol.rounds.voters import Voters
 from p2p_co2.wire.identity import PeerId
 
 
-def short(peer: str) -> str:
-    """The end of a peer id, for reasons in words (its beginning is the same for everybody)."""
-    return peer[-6:]
-
-
 def named(peers: Sequence[str]) -> str:
-    """The first ``MAX_NAMED`` peers in words, and how many more: a reason must fit into an outcome."""
+    """The ends of the first ``MAX_NAMED`` peer ids, which begin alike, and how many more: a reason must fit
+    into an outcome."""
     more = len(peers) - MAX_NAMED
-    listed = ", ".join(short(peer) for peer in peers[:MAX_NAMED])
+    listed = ", ".join(peer[-6:] for peer in peers[:MAX_NAMED])
     return f"{listed} and {more} more" if more > 0 else listed
 
 
-class Swarm:
+class RoundSwarm:
     """The live peers as membership told us last."""
 
     def __init__(self, me: PeerId, shape: PayloadShape) -> None:
@@ -42,14 +38,14 @@ class Swarm:
         self.live: dict[PeerId, PeerView] = {me: PeerView()}
         self.voters = Voters(me)
         self.voters.set_live(self.live)
-        self._training = [me]
+        self.training = [me]
         self._working: dict[int, list[PeerId]] = {}
         """What ``working_on`` said since ``live`` changed."""
         self._is_ending = False
         """Whether anybody is done with a fragment."""
         self.my_versions: dict[int, int] = {}
         self.readies = Punctuality()
-        """Who is in time with READY."""
+        """Who is in time with READY, also for the round before."""
         self.slices = Punctuality()
         """Who is in time with slices."""
         self.lateness = Lateness()
@@ -57,21 +53,17 @@ class Swarm:
         self.repute = Repute()
         self._pieces_of: tuple[object, object, float, int] = (None, None, 0.0, 0)
         """What ``piece_bytes`` was asked last (receivers, ``live``, upload), and said."""
-        self.last_readies = Punctuality()
-        """The same at the end of a run, where everybody is waited for longer."""
-        self.replays = Punctuality()
-        """The same of those who were a round behind: who stood still has missed deadlines enough by then."""
 
     def set_live(self, live: Mapping[PeerId, PeerView]) -> None:
         if self.me not in live:
             live = {self.me: PeerView(), **live}
         names = self.live if live.keys() == self.live.keys() else sorted(live)  # most news is not of these
         self.live = {peer: live[peer] for peer in names}
-        self._training = [peer for peer, view in self.live.items() if view.training]
+        self.training = [peer for peer, view in self.live.items() if view.training]
         self.voters.set_live(self.live)
         self._working.clear()
         self._is_ending = any(view.finished for view in live.values())
-        for habit in (self.readies, self.last_readies, self.replays, self.slices):
+        for habit in (self.readies, self.slices):
             habit.keep(self.live)
         self.lateness.keep(self.live)
 
@@ -122,18 +114,13 @@ class Swarm:
         return (versions[(len(versions) - 1) // 2] if versions else 0) + AHEAD_AT_MOST
 
     def done_with(self, fragment: int) -> list[PeerId]:
-        """Who has nothing more to offer for ``fragment`` in this run, where one is left. It keeps the last
-        one, of three or more, from a round alone."""
+        """Who has nothing more to offer for ``fragment`` in this run, where one is left. No round can begin
+        then: a mean of one is whatever that one likes."""
         if not self._is_ending:
             return []
         done = [p for p, view in self.live.items() if fragment in view.finished and p in self.voters]
         is_last_alone = len(done) > 1 and len(self.voting_on(fragment)) == 1
         return done if is_last_alone else []
-
-    def is_over(self, fragment: int) -> bool:
-        """Whether no round of ``fragment`` can begin any more: all but one are done, and a mean of one is
-        whatever that one likes."""
-        return bool(self.done_with(fragment))
 
     def is_live(self, peer: PeerId) -> bool:
         return peer in self.live
@@ -145,16 +132,12 @@ class Swarm:
     def is_training(self, peer: PeerId) -> bool:
         return peer in self.live and self.live[peer].training
 
-    def training(self) -> Sequence[PeerId]:
-        """Sorted."""
-        return self._training
-
     def working_on(self, fragment: int) -> Sequence[PeerId]:
         """Of those that train, who may still offer for ``fragment`` in this run; sorted."""
         known = self._working.get(fragment)
         if known is None:
             live = self.live
-            known = [peer for peer in self._training if fragment not in live[peer].finished]
+            known = [peer for peer in self.training if fragment not in live[peer].finished]
             self._working[fragment] = known
         return known
 
@@ -211,6 +194,9 @@ class Outlet:
         self.messages: list[tuple[PeerId, Message]] = []
         self.loop: deque[Message] = deque()
         self.events: deque[RoundsEvent] = deque()
+        self.on_begun: Callable[[], None] = lambda: None
+        """Called when a round of ours has begun, before memory is taken for its mean. Its members have the
+        round before: what nobody needs of that may be let go."""
 
     def send(self, peer: PeerId, message: Message) -> None:
         if peer == self.me:

@@ -25,12 +25,15 @@ class Voters:
         self.met: dict[PeerId, None] = {}
         self._me = me
         self._live = dict[PeerId, PeerView]()
+        self._has_met_others = False
+        """Whether any other live peer has had a vote."""
         self._known: tuple[object, Collection[PeerId]] = None, ()
         """What ``all`` was asked of last, and said."""
 
     def set_live(self, live: dict[PeerId, PeerView]) -> None:
         self._live = live
         self._known = (None, ())
+        self._look_for_others()
 
     def all(self) -> Collection[PeerId]:
         """Of the live peers that train."""
@@ -49,7 +52,11 @@ class Voters:
             self.met |= dict.fromkeys(found or self._live)
             for oldest in list(self.met)[:-MAX_PEERS]:
                 del self.met[oldest]
+            self._look_for_others()
         return frozenset(found or training)
+
+    def _look_for_others(self) -> None:
+        self._has_met_others = any(peer in self.met for peer in self._live if peer != self._me)
 
     def __contains__(self, peer: PeerId) -> bool:
         """Whether it has a vote; of one that trains no more, whether it had."""
@@ -57,6 +64,10 @@ class Voters:
         voting = self.all()
         return peer in voting if view is not None and view.training else self.counts(peer)
 
+    def has_worked(self, peer: PeerId) -> bool:
+        """Whether a slice of ``peer`` is in one of the last means that we know of."""
+        return any(peer in history.workers for history in self.histories)
+
     def counts(self, peer: PeerId) -> bool:
         """Whether what ``peer`` says of where it is counts: it had a vote, or no other live peer had one."""
-        return peer in self.met or not any(one in self.met for one in self._live if one != self._me)
+        return peer in self.met or not self._has_met_others

@@ -11,7 +11,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from p2p_co2.protocol.membership import Joined, Left, Membership, positions
+from p2p_co2.protocol.membership import Left, Membership, NewPeer, positions
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Leave, Ping, Pong, Status
 
@@ -101,7 +101,7 @@ class Room:
         return "yes" if self.machine.departed.is_cut_off(len(self.machine.live), self.now) else "no"
 
     def awaited(self) -> str:
-        return f"{self.machine.awaited} of {len(self.machine.candidates)} listed"
+        return f"{self.machine.awaited} of {len(self.machine.candidates.next_at)} listed"
 
     def restarted(self) -> str:
         return " ".join(sorted(self.machine.take_restarted())) or "nobody"
@@ -116,7 +116,7 @@ class Room:
         happened: dict[str, list[str]] = {}
         while (event := self.machine.next_event()) is not None:
             match event:
-                case Joined():
+                case NewPeer():
                     happened.setdefault("{} joined", []).append(event.peer)
                 case Left():
                     happened.setdefault(f"{{}} gone: {event.reason}", []).append(event.peer)

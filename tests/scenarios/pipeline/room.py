@@ -9,15 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.pipeline.machine import (
-    Do,
-    DroppedMicrobatch,
-    Key,
-    Pipeline,
-    Place,
-    Sizes,
-    UselessPayload,
-)
+from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, UselessPayload
+from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.protocol.pipeline.neighbours import MAX_NEIGHBOURS
 from p2p_co2.protocol.rounds.assembly import PIECE_UNIT_BYTES
 from p2p_co2.wire.identity import PeerId

@@ -283,7 +283,7 @@ class Room:
         """READYs of so many rounds ``from`` one peer: what is held of them."""
         machine = self.net.peers[self.peers[label]].machine
         for round_ in range(1, int(rounds) + 1):
-            ready = wire.Ready(round=round_, state_digest=START, weight=1.0)
+            ready = wire.Ready(round=round_, state_digest=START, weight=1.0, offer_id=bytes(8))
             machine.receive(ready, self.peers[ways["from"]], self.net.now)
             machine.messages_to_send()
         return f"{machine.held()['GATHERINGS'][0]} gathering held"
@@ -429,6 +429,7 @@ class Room:
                 message.round = int(fields.get("round", "1"))
                 if isinstance(message, wire.Ready):
                     message.weight = 1.0
+                    message.offer_id = bytes(8)
                     message.base_version = max(0, message.round - 1)
                 if not isinstance(message, wire.Waiting):
                     message.state_digest = START
@@ -454,7 +455,7 @@ class Room:
             key=wire.RoundKey(round=1), state_digest=START, parts_within_s=5, result_within_s=12,
             nonce=bytes(16), live=len(names),
             members=[
-                wire.Member(peer=peer, weight=1.0, offer_id=self.net.offer_ids.get(peer, b""))
+                wire.Member(peer=peer, weight=1.0, offer_id=self.net.offer_ids.get(peer, bytes(8)))
                 for peer in names
             ],
             parts=[

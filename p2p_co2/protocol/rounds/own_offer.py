@@ -1,4 +1,5 @@
-"""An open offer of this peer: what it waits for, from READY to its ending. ``NEXT`` says what may follow."""
+"""This peer's part in the next round of a fragment, from its offer to its ending. ``NEXT`` says what may
+follow."""
 
 from __future__ import annotations
 
@@ -23,16 +24,16 @@ NEXT: Mapping[type[Role], type[Role] | None] = {
 """What may follow; in each an offer may end."""
 
 
-class OfferState:
-    """One offer, since when it is open, and its present role."""
+class OwnOffer:
+    """One offer, since when it is open, and its present role; None and none while nothing is offered."""
 
-    def __init__(self, offer: Offer, now: float) -> None:
+    def __init__(self, offer: Offer | None = None, now: float = 0.0) -> None:
         self.offer = offer
         self.offered_at = now
-        self.role: Role = Waiting()
+        self.role: Role | None = None if offer is None else Waiting()
 
     def become(self, role: Role) -> None:
-        if NEXT[type(self.role)] is not type(role):
+        if self.role is None or NEXT[type(self.role)] is not type(role):
             raise LocalProtocolError(f"no {type(role).__name__} follows {type(self.role).__name__}")
         self.role = role
 
@@ -42,6 +43,7 @@ class OfferState:
 
     @property
     def completion(self) -> Completion | None:
+        """Set while some means of our committed attempt are still on their way to us."""
         return self.role if isinstance(self.role, Completion) else None
 
     @property
@@ -50,3 +52,7 @@ class OfferState:
         if isinstance(self.role, Completion):
             return self.role.member
         return self.role if isinstance(self.role, Member) else None
+
+    def is_in(self, attempt: bytes) -> bool:
+        """Whether we are in the attempt of this id now."""
+        return self.member is not None and self.member.attempt.id == attempt
