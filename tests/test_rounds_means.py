@@ -87,7 +87,7 @@ def test_which_mean_is_refused(
     ranges = tuple(BlockRange(4 * part, 4 * part + 4) for part in range(4))
     attempt = Attempt(
         0, 1, bytes(16), shares, ranges, tuple(peers), (frozenset(peers),) * 4, bytes(32), peers[1], 1.0, 1.0,
-        4, 4.0,
+        4, 4.0, counts_whole=False,
     )  # fmt: skip
     swarm, outlet = RoundSwarm(peers[0], SHAPE), Outlet(peers[0])
     offer = Offer(0, 1, 0, bytes(32), bytes(128), 1.0, offer_id=bytes(8))
