@@ -75,6 +75,7 @@ from p2p_co2.swarm.joining import EventSink
 class Options(TypedDict, total=False):
 """
 EXIT_STATUS = """A command that cannot go on prints one line on stderr, `error: ...`, which says what to do.
+A mistake on the command line, or in a variable that stands for an option, is told in a box there.
 
 """
 STATUSES = [
