@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -132,12 +133,18 @@ class Writing:
             self._write({f"{start}:{name}": piece})
 
     def _write(self, part: Mapping[str, Tensor]) -> None:
-        # The library refuses tensors that share memory, as tied ones do.
-        data = safetensors.torch.save({name: piece.clone() for name, piece in part.items()})
+        if len(part) > 1:  # the library refuses tensors that share memory, as tied ones do
+            part = {name: piece.clone() for name, piece in part.items()}
         parts = self._manifest["parts"]
+        file = self._place / _part_name(len(parts))
         with self._faults():
-            _write_through(self._place / _part_name(len(parts)), data)
-        parts.append([len(data), hashlib.sha256(data).hexdigest()])
+            try:
+                safetensors.torch.save_file(dict(part), file)  # without a copy in memory
+            except SafetensorError as error:  # its words alone say what the system said
+                number = re.search(r"os error (\d+)", str(error))
+                raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+            with file.open("rb") as written:
+                parts.append([file.stat().st_size, hashlib.file_digest(written, "sha256").hexdigest()])
 
     def finish(self) -> None:
         """Let what was ``put`` appear under its name."""
@@ -146,10 +153,11 @@ class Writing:
             count = len(self._manifest["tensors"])
             raise ConfigError("checkpoint", "", f"{count} tensors are too many for one checkpoint; use fewer")
         with self._faults():
-            _write_through(self._place / MANIFEST, text)
-            _sync_folder(self._place)
+            (self._place / MANIFEST).write_bytes(text)
+            for name in (*map(_part_name, range(len(self._manifest["parts"]))), MANIFEST, "."):
+                _sync(self._place / name)  # late: what is to be written is held until it is
             self._place.rename(self._path)
-            _sync_folder(self._path.parent)
+            _sync(self._path.parent)
 
     def give_up(self) -> None:
         """Leave nothing behind. May be called twice, and after ``finish``."""
@@ -191,16 +199,9 @@ def _sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return rest | {"sha256": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
 
-def _write_through(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename itself survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Make it survive a power cut: a file's values, a folder's names."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
