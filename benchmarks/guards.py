@@ -31,11 +31,11 @@ BOUND_S = 600.0
 """A command that takes longer gives no figure."""
 STORMS = """
 import json, time
-from p2p_co2.simnet import EventLog, VirtualSwarm
+from p2p_co2.simnet import EventLog, Swarm
 from p2p_co2.simnet.campaign import storm_settings
 broken, began_s = 0, time.process_time()
 for seed in range(1, 11):
-    broken += bool(VirtualSwarm(storm_settings(seed), EventLog(digests=False)).run().violations)
+    broken += bool(Swarm(storm_settings(seed), EventLog(digests=False)).run().violations)
 print(json.dumps({"broken": broken, "core_s_of_200": 20 * (time.process_time() - began_s)}))
 """
 """For a checkout that has no command for it."""
