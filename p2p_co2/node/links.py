@@ -137,6 +137,8 @@ class Lane:
     """Bulk on its way to a peer that says what it has: (what that is when this is there, bytes of this)."""
     carrying: int = 0
     """Bulk messages that are being sent."""
+    is_in_burst: bool = False
+    """Whether it had some to send or to carry since the line was at rest."""
     counted_until: float = 0.0
     """When the last bulk message was there, or bulk began to wait where there was none before."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -207,13 +209,13 @@ class Uplink:
 
     def watch(self, now: float) -> None:
         """Measure the line, when bulk is put, begins or ends to be carried, or the rate is asked."""
-        busy = [lane for lane in self._open() if lane.bulk or lane.carrying]
-        waiting = sum(bool(lane.bulk) for lane in busy)
-        is_full = 2 * waiting > len(busy) and waiting >= min(2, len(self._open()))
-        self.rate.watch(bool(busy), is_full, now)
-
-    def _open(self) -> list[Lane]:
-        return [lane for lane in self.lanes if lane.link is not None]
+        open_lanes = [lane for lane in self.lanes if lane.link is not None]
+        at_work = [lane for lane in open_lanes if lane.bulk or lane.carrying]
+        for lane in at_work or open_lanes:
+            lane.is_in_burst = bool(at_work)
+        waiting = sum(bool(lane.bulk) for lane in at_work)
+        is_full = 2 * waiting > sum(lane.is_in_burst for lane in open_lanes)
+        self.rate.watch(bool(at_work), is_full and waiting >= min(2, len(open_lanes)), now)
 
     def _seen(self) -> dict[Link, Seen]:
         return {lane.link: lane.link.look() for lane in self.lanes if lane.link is not None}
