@@ -123,21 +123,36 @@ def bounded_connections() -> int:
     return found
 
 
-@pytest.mark.parametrize(("near_s", "is_far"), [(60.0, False), (0.0, True)])
-async def test_a_far_link_leaves_little_unsent_in_the_kernel_and_a_near_one_is_left_alone(
-    near_s: float, is_far: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_far", [False, True])
+async def test_a_link_out_of_this_machine_leaves_little_unsent_in_the_kernel_and_one_within_is_left_alone(
+    is_far: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flow, "NEAR_S", near_s)
+    if is_far:
+        monkeypatch.setattr(flow, "is_within", lambda _: False)
     async with open_pair("grpc", tmp_path) as (a, b):
         buffer = await buffer_of_link(a, b)
         assert (buffer.is_far, bounded_connections()) == (is_far, is_far)
         assert buffer.look().there_bytes > 0
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_connection_from_an_address_to_the_same_one_is_within_this_machine(host: str) -> None:
+    """However short the way to another address is: a line is measured where it is, not where it is slow."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        place = listener.getsockname()[:2]
+        with socket.create_connection(place):
+            assert not SendBuffer(*place).is_far
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = listener.getsockname()
+        with socket.create_connection(place, source_address=("127.0.0.2", 0)):
+            assert SendBuffer(*place).is_far
+
+
 async def test_a_fast_connection_may_hold_what_it_carries_in_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flow, "NEAR_S", 0.0)
+    monkeypatch.setattr(flow, "is_within", lambda _: False)
     rate = 0
     monkeypatch.setattr(flow, "seen_in", lambda info: (flow.Seen(), rate))
     async with open_pair("grpc", tmp_path) as (a, b):
@@ -174,7 +189,7 @@ def test_a_file_or_connection_that_has_a_connections_number_by_now_is_left_alone
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To close any descriptor of a file gives up this process's locks on it (fcntl(2)); SQLite uses them."""
-    monkeypatch.setattr(flow, "NEAR_S", 0.0)
+    monkeypatch.setattr(flow, "is_within", lambda _: False)
     path = tmp_path / "database"
     path.touch()
     with socket.create_server(("127.0.0.1", 0)) as listener:

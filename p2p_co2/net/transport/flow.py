@@ -33,14 +33,16 @@ UNSENT_BYTES = 32 << 10
 """And at least so much."""
 MOST_UNSENT_BYTES = 1 << 20
 """And at most so much."""
-NEAR_S = 0.002
-"""Round trips below this are of this machine or its network: such a connection is left alone."""
 _INFO = struct.Struct("=B15xI8xI24xI8xI48xQ20xI8xQ")
 """Of ``struct tcp_info`` (linux/tcp.h): ``state`` (1 while established), ``snd_mss``, ``sacked``,
 ``last_ack_recv`` (milliseconds), ``rtt``, ``bytes_acked``, ``min_rtt`` (microseconds) and
 ``delivery_rate``."""
 _LIBC = ctypes.CDLL(None)
 """Asked by descriptor: a ``socket`` object could change or close what is not ours."""
+
+
+MAPPED = bytes(10) + b"\xff\xff"
+"""What an IPv4 address begins with as an IPv6 one (RFC 4291)."""
 
 
 class Seen(NamedTuple):
@@ -115,13 +117,13 @@ class Acknowledged:
 class SendBuffer:
     """The kernel's send buffer of our connection to ``host:port`` (``host`` an address).
 
-    gRPC has no option for it, hence the search through this process's own sockets. A far connection is
-    bounded. Law: one that is near is left as it is, and of one that is not found nothing is known.
+    gRPC has no option for it, hence the search through this process's own sockets. A connection that leaves
+    this machine is bounded. Law: one within it is left as it is, and of one not found nothing is known.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self._descriptor, self._file, round_trip_s = _connection(host, port)
-        self.is_far = self._file is not None and round_trip_s >= NEAR_S
+        self._descriptor, self._file = _connection(host, port)
+        self.is_far = self._file is not None and not is_within(self._descriptor)
         self.bound_bytes = UNSENT_BYTES
         """What it may hold unsent, if it is far."""
         self._bound()
@@ -158,17 +160,15 @@ def seen_in(info: bytes) -> tuple[Seen, int]:
     return Seen(queued_s, there_bytes + sacked * segment_bytes), rate
 
 
-def _connection(host: str, port: int) -> tuple[int, tuple[int, int] | None, float]:
-    """The descriptor of our connection to there, the file behind it, and the round trip in seconds; the file
-    is None if there is none. Of several the newest: an older one may end any moment."""
-    address = ipaddress.ip_address(host).packed
+def _connection(host: str, port: int) -> tuple[int, tuple[int, int] | None]:
+    """The descriptor of our connection to there, and the file behind it, None if there is none. Of several
+    the newest: an older one may end any moment."""
+    address = ipaddress.ip_address(host).packed.removeprefix(MAPPED)
     for number in sorted(map(int, os.listdir("/proc/self/fd")), reverse=True):
         file = _socket_at(number)
-        if file is not None and _leads_to(number, address, port):
-            info = _tcp_info(number)
-            if len(info) == _INFO.size:
-                return number, file, _INFO.unpack(info)[4] / 1e6
-    return -1, None, 0.0
+        if file is not None and _end(_LIBC.getpeername, number) == (address, port) and _tcp_info(number):
+            return number, file
+    return -1, None
 
 
 def _socket_at(descriptor: int) -> tuple[int, int] | None:
@@ -180,15 +180,20 @@ def _socket_at(descriptor: int) -> tuple[int, int] | None:
     return (found.st_dev, found.st_ino) if stat.S_ISSOCK(found.st_mode) else None
 
 
-def _leads_to(descriptor: int, address: bytes, port: int) -> bool:
-    """Whether a connection's other end (``sockaddr_in``, ``sockaddr_in6``) is there; IPv4 may be mapped."""
-    there = ctypes.create_string_buffer(28)
+def is_within(descriptor: int) -> bool:
+    """Whether both ends of a connection are this machine's: they have one address then."""
+    return _end(_LIBC.getsockname, descriptor)[0] == _end(_LIBC.getpeername, descriptor)[0]
+
+
+def _end(ask: Callable[..., int], descriptor: int) -> tuple[bytes, int]:
+    """Address and port (``sockaddr_in``, ``sockaddr_in6``) of one end of a connection; IPv4 may be mapped."""
+    found = ctypes.create_string_buffer(28)
     size = ctypes.c_uint(28)
-    if _LIBC.getpeername(descriptor, there, ctypes.byref(size)):
-        return False
-    (family,) = struct.unpack_from("=H", there)
-    found = {socket.AF_INET: there.raw[4:8], socket.AF_INET6: there.raw[8:24]}.get(family, b"")
-    return found[-len(address) :] == address and int.from_bytes(there.raw[2:4]) == port
+    if ask(descriptor, found, ctypes.byref(size)):
+        return b"", 0
+    (family,) = struct.unpack_from("=H", found)
+    address = {socket.AF_INET: found.raw[4:8], socket.AF_INET6: found.raw[8:24]}.get(family, b"")
+    return address.removeprefix(MAPPED), int.from_bytes(found.raw[2:4])
 
 
 def _tcp_info(descriptor: int) -> bytes:
