@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,6 +98,26 @@ async def test_peers_find_each_other_and_the_run(tmp_path: Path) -> None:
             both = sorted((a.identity.peer_id, b.identity.peer_id))
             assert [record.peer for record in await seed.discovery.find_peers()] == both
             assert not a.refused + b.refused + seed.refused
+
+
+async def test_who_has_read_the_settings_answers_with_them_when_no_seed_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if nobody hands records on: the one whose task that was may be the seed that died first."""
+
+    async def takes_nothing(*_: object, **__: object) -> None: ...
+
+    async with AsyncExitStack() as seeds:
+        seed = await seeds.enter_async_context(open_member(tmp_path / "seed", []))
+        run_key = seed.identity.peer_id
+        node = seed.discovery._running()
+        monkeypatch.setattr(type(node.protocol), "call_store", takes_nothing)
+        await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE)
+        async with open_member(tmp_path / "b", seed.maddrs) as b:
+            await b.discovery.fetch_manifest(run_key)
+            await seeds.aclose()
+            async with open_member(tmp_path / "c", b.maddrs) as c:
+                assert (await c.discovery.fetch_manifest(run_key)).recipe_digest == RECIPE
 
 
 async def test_where_a_run_is_is_known_when_everybody_has_left(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ class Discovery:
 
     async def fetch_manifest(self, run_key: PeerId) -> RunManifest:
         """The run's manifest, if ``run_key`` (from the ticket) signed it and its settings have the run's
-        digest. From now on this node stores no other.
+        digest. From now on this node stores no other, and answers with it when all seeds are gone.
 
         Raises ``TransportError`` when it is not there, ``TicketError`` when the run's peers speak another
         version of the protocol. A peer that hears nobody would train alone.
@@ -210,6 +210,7 @@ class Discovery:
         for manifest, sealed in self._checked(found, self._records.manifest):
             _require_our_protocol(manifest)
             self._sealed_manifest = sealed
+            self._hold(manifest_key(self._run), run_key, sealed, get_dht_time() + MAX_LIFETIME_S)
             return manifest
         raise TransportError(
             f"the settings of run {self._run[:8].hex()} are not in the DHT; ask the organiser to start "
@@ -266,12 +267,10 @@ class Discovery:
 
     def hold_positions(self, written: Iterable[Written]) -> None:
         """Answer for these from now on; what is no position of this run is reported and dropped."""
-        storage = self._running().protocol.storage
         keys = position_keys(self._run)
         for said, sealed in self._newest(written):
-            key = DHTID.generate(source=keys[shard_of(PeerId(said.peer))])
-            ends_at = said.written_at + MAX_LIFETIME_S
-            storage.store(key, MSGPackSerializer.dumps(sealed), ends_at, subkey=said.peer)
+            writer = PeerId(said.peer)
+            self._hold(keys[shard_of(writer)], writer, sealed, said.written_at + MAX_LIFETIME_S)
 
     def _newest(self, written: Iterable[Written]) -> Iterable[tuple[RunPosition, bytes]]:
         """The newest position of this run by each writer, as it says and sealed; others are reported."""
@@ -290,6 +289,11 @@ class Discovery:
         if not stored and (writer, sealed) not in await self._find([key]):
             trouble = "it holds one that expires later, or nobody answers"
             raise TransportError(f"the DHT did not take a record: {trouble}")
+
+    def _hold(self, key: str, writer: PeerId, sealed: bytes, expires_at: float) -> None:
+        """Answer with it from now on, whoever else does."""
+        storage = self._running().protocol.storage
+        storage.store(DHTID.generate(source=key), MSGPackSerializer.dumps(sealed), expires_at, subkey=writer)
 
     async def _find(self, keys: Sequence[str]) -> list[Written]:
         """What is written under ``keys``; hivemind leaves out all that comes from a node whose answer holds
