@@ -240,8 +240,9 @@ def _train(connection: Connection, recipe: Recipe, options: JoinOptions, running
     model = recipe.model.to(options.config.device)
     optimizer = recipe.optimizer(model.parameters())  # a first one imports much of torch
     peer = connection.start(
-        model, optimizer, recipe.learning_rate, resume=options.resume or None, start_over=options.start_over
-    )
+        model, optimizer, recipe.learning_rate, options.resume or None, options.start_over,
+        fits_swarm=recipe.fits_swarm,
+    )  # fmt: skip
     running.take(peer)
     sequences = options.config.batch or recipe.default_batch
     measuring = AgreedLoss(recipe.glance or recipe.held_out)

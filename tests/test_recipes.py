@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from p2p_co2.config import RunConfig
+from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes import BYTE_GPT, Recipe, load_recipe, load_run_recipe, recipe_digest
 from p2p_co2.recipes import corpus as corpora
@@ -121,6 +121,23 @@ def test_loss_falls_in_thirty_steps(text: Path, kind: str) -> None:
     after = recipe.held_out(recipe.model)
     assert after < before - 1.5
     assert recipe.held_out(recipe.model) == after
+
+
+@pytest.mark.parametrize(
+    ("rounds", "factors"),
+    [
+        (0, {0: 0.1, 20: 0.55, 40: 1.0, 1000: 1.0}),  # without an end
+        (120, {0: 0.1, 20: 0.55, 40: 1.0, 80: 0.55, 120: 0.1, 160: 0.1}),
+        (6, {1: 0.55, 2: 1.0, 4: 0.55, 6: 0.1}),  # a third of it, at most
+    ],
+)
+def test_the_built_in_recipes_rate_warms_up_and_has_fallen_when_the_run_ends(
+    rounds: int, factors: dict[float, float]
+) -> None:
+    run = RunConfig(clock=ClockConfig(rounds=rounds), recipe_digest=recipe_digest("byte-gpt", {}))
+    recipe = load_run_recipe(run)
+    assert recipe.fits_swarm
+    assert {at: recipe.learning_rate(at) for at in factors} == pytest.approx(factors)
 
 
 @pytest.mark.parametrize("width", [32, 64, 256])  # 4 * 64 and 256 are the vocabulary's size

@@ -168,7 +168,7 @@ def send(made: WorkAccount, fragment: int, position: float, tokens: int) -> Offe
 def end(made: WorkAccount, fragment: int, position: float, share: float = 1.0) -> Lag:
     offer = made.meet(fragment, made.versions[fragment] + 1, 1, made.in_flight.get(fragment))
     steps = int(10 * position)
-    return made.step(fragment, offer, share, position=position, inner_steps=steps, now=5 * position)
+    return made.step(fragment, offer, share, 4.0, position=position, inner_steps=steps, now=5 * position)
 
 
 def test_work_is_offered_until_it_is_counted() -> None:
@@ -331,7 +331,7 @@ def test_who_has_no_part_in_a_mean_is_due_at_once_in_short_rounds(
     long rounds it would wait for them alone until its offer is given up."""
     made = account(round_s=round_s)
     send(made, 1, 0.5, 140)
-    made.step(1, made.meet(1, 1, 1, made.in_flight.get(1)), share, position=0.9, inner_steps=9, now=9.0)
+    made.step(1, made.meet(1, 1, 1, made.in_flight.get(1)), share, 4.0, position=0.9, inner_steps=9, now=9.0)
     assert made.due(0.9, 1.0) == sent
 
 

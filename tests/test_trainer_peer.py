@@ -30,6 +30,8 @@ from p2p_co2.config import PeerConfig, PipelineConfig, RunConfig, read_peer_conf
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError, P2PCo2Error
 from p2p_co2.node.environment import RunGroup
 from p2p_co2.peer_options import listening, peer_config
+from p2p_co2.planning.advice import swarm_factor
+from p2p_co2.protocol.ledger import PartWeights, effective_peers
 from p2p_co2.swarm import Swarm
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.folder import load
@@ -38,7 +40,7 @@ from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import Connection, connect, join
 from p2p_co2.trainer.exchanged_model import check_model
 from p2p_co2.trainer.figures import mean_loss, tokens_of
-from p2p_co2.trainer.rates import TWO_SCHEDULES
+from p2p_co2.trainer.rates import TWO_SCHEDULES, LearningRates
 from p2p_co2.trainer.session import Participation, Session
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.wire.identity import Identity
@@ -483,6 +485,49 @@ def test_a_group_that_is_added_later_has_its_own_rate(tmp_path: Path) -> None:
     lone.tell()
     assert rates(lone) == [0.1, 0.2]
     lone.peer.leave()
+
+
+def test_rates_that_fit_grow_with_the_root_of_those_in_the_last_means(tmp_path: Path) -> None:
+    peers = []
+    for name in "abcd":
+        model = plain()
+        made = Lone(tmp_path / name, model, sgd(model, 0.2), name, lambda _: 0.5, fits_swarm=name == "a")
+        peers.append(made)
+    a, b, *_ = peers
+    assert (rates(a), b.peer.rates.suggested(0.3)) == ([0.1], 0.3)  # alone, as far as is known
+    for _ in range(2 * STEPS):
+        for peer in peers:
+            peer.tell()
+        meet(*peers)
+    assert (rates(a), rates(b)) == ([pytest.approx(0.2)], [0.1])
+    assert b.peer.rates.suggested(0.3) == pytest.approx(0.6)
+    for peer in peers:
+        peer.peer.leave()
+
+
+def test_rates_that_do_not_fit_are_told_when_the_swarms_size_changes_what_would() -> None:
+    told = list[str]()
+    own = LearningRates(sgd(plain()), None, told.append)
+    for peers, told_of in ((1, 0), (4, 0), (8, 0), (10, 1), (5, 1), (4, 2), (1, 2), (4, 2)):
+        own.set(0.0, peers)
+        assert len(told) == told_of, peers
+    assert "about 10 equal peers" in told[0]
+    assert "1.6 times that of before" in told[0]
+    own.suggested(1.0)  # from now on the program fits them itself
+    own.set(0.0, 16)
+    LearningRates(sgd(plain()), lambda _: 1.0, told.append, fits=True).set(0.0, 16)
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize(("peers", "factor"), [(0.0, 1.0), (1, 1.0), (4, 2.0), (16, 4.0), (1e30, 4.0)])
+def test_what_a_rate_is_multiplied_by_is_a_root_with_a_bound(peers: float, factor: float) -> None:
+    """However many peers somebody invents."""
+    assert swarm_factor(peers) == factor
+
+
+def test_peers_count_by_their_weights() -> None:
+    parts = [PartWeights(0, 1, {"a": 2.0, "b": 2.0}), PartWeights(1, 4, {"a": 3e-300, "b": 1e-300})]
+    assert effective_peers(parts) == pytest.approx((2.0 + 3 * 1.6) / 4)
 
 
 def test_a_second_schedule_is_told_once(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ class Lone:
     def __init__(
         self, folder: Path, model: nn.Module, optimizer: Any, name: str = "me",
         learning_rate: Callable[[float], float] | None = None, start: Progressed = NEW,
-        checkpoint_every_s: float = 1e9,
+        checkpoint_every_s: float = 1e9, fits_swarm: bool = False,
     ) -> None:  # fmt: skip
         check_model(model, optimizer)
         self.run = RunConfig(
@@ -241,7 +241,7 @@ class Lone:
         self.ledger = ledger_of(self.run, model, name)
         self.wire = NoNetwork(name)
         config = PeerConfig(folder=folder, checkpoint_every_s=checkpoint_every_s)
-        rates = LearningRates(optimizer, learning_rate, self.wire.warn)
+        rates = LearningRates(optimizer, learning_rate, self.wire.warn, fits_swarm)
         if start.inner_steps:
             rates.resumed()
         plan = TrainingSetup(self.run, config, plan_fragments(model, 2), model, optimizer)

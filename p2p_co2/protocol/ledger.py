@@ -33,6 +33,18 @@ class PartWeights:
         return self.offer_ids.get(peer, b"") if self.weights.get(peer) else None
 
 
+def effective_peers(parts: Sequence[PartWeights]) -> float:
+    """So many peers of equal weight would average out as much noise: (sum of weights)² / sum of squares, mean
+    of the parts by their sizes."""
+    sizes = [part.stop_block - part.start_block for part in parts]
+    found = 0.0
+    for size, part in zip(sizes, parts, strict=True):
+        most = max(part.weights.values())  # by which none of the squares is lost
+        shares = [weight / most for weight in part.weights.values()]
+        found += size * sum(shares) ** 2 / sum(share * share for share in shares)
+    return found / sum(sizes)
+
+
 @dataclass(frozen=True)
 class AgreedMean:
     """A committed round: the encoded mean of the whole fragment and who is in it. ``state_digest``: of the

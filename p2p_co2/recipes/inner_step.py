@@ -65,7 +65,8 @@ class InnerStep:
         if len(losses) < recipe.accumulate:
             return None
         mean = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
-        return Taken(tokens, mean) if self._update() else Taken(0, math.nan)
+        moved = make_step(self._optimizer, self._scaler, recipe.max_grad_norm)
+        return Taken(tokens, mean) if moved else Taken(0, math.nan)
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._recipe.autocast is None:
@@ -76,18 +77,20 @@ class InnerStep:
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         scaled.backward()  # type: ignore[no-untyped-call]  # so torch declares it
 
-    def _update(self) -> bool:
-        """Whether the parameters were moved."""
-        if self._scaler is None:
-            clip_([self._optimizer], self._recipe.max_grad_norm)
-            self._optimizer.step()
-            return True
-        self._scaler.unscale_(self._optimizer)
-        clip_([self._optimizer], self._recipe.max_grad_norm)
-        self._scaler.step(self._optimizer)
-        stepped = not was_skipped(self._scaler, self._optimizer)
-        self._scaler.update()
-        return stepped
+
+def make_step(optimizer: Optimizer, scaler: torch.amp.GradScaler | None, max_grad_norm: float | None) -> bool:
+    """Clip the gradients and step; whether the parameters were moved: a ``scaler`` skips some."""
+    if scaler is None:
+        clip_([optimizer], max_grad_norm)
+        optimizer.step()
+        return True
+    if max_grad_norm is not None:
+        scaler.unscale_(optimizer)
+        clip_([optimizer], max_grad_norm)
+    scaler.step(optimizer)
+    stepped = not was_skipped(scaler, optimizer)
+    scaler.update()
+    return stepped
 
 
 def clip_(optimizers: Iterable[Optimizer], max_norm: float | None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ _OTHER_OPTIONS = {
     "batch": 8,
     "optimizer": ADAMW,
     "learning_rate": 0.0,  # the optimizer's
-    "warmup_rounds": WARMUP_ROUNDS,
+    "warmup_rounds": 40.0,  # 300 inner steps where rounds are shortest
 }
 _LARGEST = 65536
 """Of a whole number among them: token ids are uint16."""
@@ -90,6 +91,18 @@ def warm_up(position: float, rounds: float = WARMUP_ROUNDS) -> float:
     return 1.0 if position >= rounds else 0.1 + 0.9 * max(0.0, position) / rounds
 
 
+def warm_up_and_decay(position: float, warmup: float, rounds: int) -> float:
+    """Factor of the learning rate: ``warm_up``, for at most a third of the run's ``rounds``, then half a
+    cosine down to a tenth. 0 rounds stand for a run without an end, whose rate stays."""
+    if not rounds:
+        return warm_up(position, warmup)
+    warmup = min(warmup, rounds / 3)
+    if position < warmup:
+        return warm_up(position, warmup)
+    done = min(1.0, (position - warmup) / (rounds - warmup))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Everything a trainer needs to do inner steps.
@@ -97,7 +110,8 @@ class Recipe:
     ``batches(seed, batch)``: an endless iterator of batches of ``batch`` sequences; peers pass different
     seeds. ``loss(model, batch)``: a scalar to go backward from. ``tokens(batch)``: what the batch weighs in
     the mean. ``learning_rate(position)``: factor on the optimizer's own rates at this many rounds since the
-    run began, the same for a newcomer. ``held_out(model)``: loss on data that nobody trains on.
+    run began, the same for a newcomer. ``fits_swarm``: the rates are then multiplied by the root of the
+    number of peers in the last means. ``held_out(model)``: loss on data that nobody trains on.
     ``glance(model)``: the same on a small slice, always the same one, for a look while training goes on
     (None: ``held_out``). ``optimizer(parameters)``: the inner optimizer, or a list of several (Muon for
     matrices, AdamW for the rest). ``generate(model, prompt, length, seed)``: text. ``default_batch``:
@@ -122,6 +136,7 @@ class Recipe:
     tokens: Callable[[Any], int] = first_tensor_numel
     optimizer: Callable[[Iterable[nn.Parameter]], Any] = default_optimizer
     learning_rate: Callable[[float], float] = warm_up
+    fits_swarm: bool = False
     held_out: Callable[[nn.Module], float] | None = None
     glance: Callable[[nn.Module], float] | None = None
     generate: Callable[[nn.Module, str, int, int], str] | None = None
@@ -179,12 +194,13 @@ class Code(NamedTuple):
 
 def load_recipe(
     name: str, options: Options, seed: int, stages: int = 1, is_tied: bool = False, code: Code | None = None,
-    data: Mapping[str, str] | None = None,
+    data: Mapping[str, str] | None = None, rounds: int = 0,
 ) -> Recipe:  # fmt: skip
     """Build the recipe called ``name`` ("byte-gpt", or ``path/to/file.py:function``) with its model drawn
     from ``seed``. ``stages``: of the run; above 1 the model is an outline, of the stages joined. ``is_tied``:
     whether the first of them and the last share a table. ``code``: runs in the place of what lies there now.
     ``data``: this peer's own paths: "text" or "tokens" of the built-in recipe, "data" of an own one.
+    ``rounds``: of the run, by which the built-in recipe's learning rate has decayed; 0 for one without end.
 
     Raises ``ConfigError`` for an unknown name, file, function or option, a text that cannot be used, and a
     function that returns no ``Recipe`` or ``(model, batches, loss)``. Other errors inside a user's own
@@ -194,7 +210,7 @@ def load_recipe(
         raise ConfigError(name, "", problem)
     with drawn_from(seed):
         made = (
-            _byte_gpt(options, stages, is_tied, data or {})
+            _byte_gpt(options, stages, is_tied, data or {}, rounds)
             if name == BYTE_GPT
             else _user_recipe(name, options, code or Code.of(name), data or {})
         )
@@ -294,8 +310,9 @@ def load_run_recipe(
         problem = f"is for a run with its own recipe, and this one trains {run.recipe}"
         raise ConfigError.of_option("--data", f"{problem}; use --text or --tokens")
     made = load_recipe(
-        name, run.recipe_options, run.seed, run.pipeline.stages, run.pipeline.is_tied, code, data
-    )
+        name, run.recipe_options, run.seed, run.pipeline.stages, run.pipeline.is_tied, code, data,
+        run.clock.rounds,
+    )  # fmt: skip
     if is_trained and made.held_out is None and not own:
         problem = "this run trains on token ids, and Python's own text has none; name your file of them"
         raise ConfigError.of_option("--tokens", problem)
@@ -318,7 +335,7 @@ def load_measuring_recipe(run: RunConfig, own: str = "", data: Mapping[str, str]
 # The built-in recipe
 
 
-def _byte_gpt(options: Options, stages: int, is_tied: bool, data: Mapping[str, str]) -> Recipe:
+def _byte_gpt(options: Options, stages: int, is_tied: bool, data: Mapping[str, str], rounds: int) -> Recipe:
     shape, settings = check_options(options)
     needs = 4 * (numel_of(shape) // stages + shape.context * shape.width)
     free = available_memory_bytes()
@@ -350,7 +367,8 @@ def _byte_gpt(options: Options, stages: int, is_tied: bool, data: Mapping[str, s
         batches=partial(_windows, corpus.train, shape.context),
         loss=next_token_loss,
         optimizer=_inner_optimizer(shape, settings),
-        learning_rate=partial(warm_up, rounds=float(settings["warmup_rounds"])),
+        learning_rate=partial(warm_up_and_decay, warmup=float(settings["warmup_rounds"]), rounds=rounds),
+        fits_swarm=True,
         held_out=partial(_held_out_loss, corpus, shape.context, _HELD_OUT) if is_measured else None,
         glance=partial(_held_out_loss, corpus, shape.context, _GLANCE) if is_measured else None,
         generate=None if tokens or not is_measured else sample_text,

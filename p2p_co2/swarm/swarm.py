@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
-from p2p_co2.recipes.inner_step import was_skipped
+from p2p_co2.recipes.inner_step import make_step
 from p2p_co2.swarm.data import Stopped, passes, warn_of_a_stream
 from p2p_co2.system.private import call_before_threads_end
 from p2p_co2.telemetry.journal import Journal
@@ -72,6 +72,12 @@ class Swarm:
 
     # ---- training
 
+    def suggested_lr(self, base: float) -> float:
+        """The learning rate that fits the swarm as it is now. ``base``: the best for one machine alone in a
+        run of this length, times the root of the number of peers. Ask it before each step, for a program that
+        sets its rates itself, and warm up for 300 steps or more."""
+        return self.peer.rates.suggested(base)
+
     def step(self, loss: float | Tensor, *, tokens: int | Tensor, update: bool = True) -> bool:
         """Use the gradients: clip them, step the optimizer, set them to none, exchange. Call it after
         ``loss.backward()``. False when the run is over: leave the loop then.
@@ -84,7 +90,9 @@ class Swarm:
         if not update:
             self.add(tokens, loss)
             return not self.done
-        if self._make_step():
+        moved = make_step(self.optimizer, self._scaler, self._max_grad_norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        if moved:
             return self.exchange(tokens, loss)
         self.forget()
         return self.exchange()
@@ -116,23 +124,6 @@ class Swarm:
         if not self.done:
             self._measuring.after_step(self.peer)
         return not self.done
-
-    def _make_step(self) -> bool:
-        """Step the optimizer; whether it did, rather than skip gradients that are not finite."""
-        scaler = self._scaler
-        stepped = True
-        if self._max_grad_norm is not None:
-            if scaler is not None:
-                scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            scaler.step(self.optimizer)
-            stepped = not was_skipped(scaler, self.optimizer)
-            scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return stepped
 
     # ---- data
 

@@ -151,6 +151,7 @@ class Connection:
         self, model: nn.Module, optimizer: Optimizer,
         learning_rate: Callable[[float], float] | None = None,
         resume: bool | None = None, start_over: bool = False, group: Group | None = None,
+        fits_swarm: bool = False,
     ) -> Peer:  # fmt: skip
         """Become a training peer: cut the model, go on from the folder's checkpoint, wait for ``min_peers``,
         catch up with the swarm.
@@ -159,6 +160,7 @@ class Connection:
         overwritten by the swarm's if it is further on. ``learning_rate`` maps the swarm's position (rounds)
         to a factor on each group's own learning rate (``initial_lr``, if a torch scheduler was made). Without
         it a resumed peer's rates are the saved ones, and a torch scheduler needs its own state loaded.
+        ``fits_swarm``: the rates grow with the swarm, as ``Recipe.fits_swarm`` says.
         ``resume``: None goes on from the folder's checkpoint if it has one; True: it must, False: anew.
         ``start_over``: begin anew, whatever others have trained and left; the folder's checkpoint is set
         aside. ``group``: the ranks that hold the model together, of which this is rank 0 (``as_one_peer``).
@@ -172,7 +174,7 @@ class Connection:
             problem = "begins anew, and resume=True asks for a checkpoint; leave one out"
             raise ConfigError("start", "start_over", problem)
         check_model(model, optimizer, in_group=group is not None)
-        rates = LearningRates(optimizer, learning_rate, self._part.warn)
+        rates = LearningRates(optimizer, learning_rate, self._part.warn, fits_swarm)
         stages = self.run.pipeline.stages
         stage = self._part.group.number
         if stages > 1 and stage is None:
@@ -270,7 +272,9 @@ class Connection:
         for model, connection in zip(models, places, strict=False):
             optimizer = recipe.optimizer(model.parameters())
             try:
-                peer = connection.start(model, optimizer, recipe.learning_rate, resume, start_over)
+                peer = connection.start(
+                    model, optimizer, recipe.learning_rate, resume, start_over, fits_swarm=recipe.fits_swarm
+                )
             except BaseException:
                 for one in trained:
                     one.peer.leave("could not join the group of the tied table")

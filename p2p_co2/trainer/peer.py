@@ -105,7 +105,8 @@ class Peer:
     """Made by ``Connection.start`` or ``join``. A context manager: leaving the block leaves the swarm.
 
     After ``leave`` it trains and saves no more, and tells what it did: ``agreed_parameters`` and
-    ``measure_agreed`` give the final state.
+    ``measure_agreed`` give the final state. ``rates``: the optimizer's; ``rates.suggested(base)`` is one that
+    fits the swarm.
     """
 
     def __init__(
@@ -118,14 +119,14 @@ class Peer:
         self._model = ExchangedModel(plan, part.warn)
         self._sync = Synchroniser(plan.run, self._model, ledger, part.view, start)
         self._saver = Saver(plan, ledger, self._sync, self._model.live, part.report)
-        self._rates = rates
+        self.rates = rates
         self._left = False
         self._stepping = Stepping()
         self._signals = Asked(self.stop, signal.SIGTERM)
         self._governor = Governor(plan.config.limits.hours, WishFile(plan.config.folder).news)
         self._sync.take_outcomes()  # the first step starts from what catching up brought
         self._sync.report()
-        self._rates.set(self._sync.position)
+        self.rates.set(self._sync.position, self._sync.account.peers)
         if self._governor.resting(_minute_of_the_day()) == BY_HAND:
             part.warn("this peer was paused before and rests: p2p-co2 resume lets it go on")
 
@@ -179,7 +180,7 @@ class Peer:
             if self._left:
                 raise LocalProtocolError("step: this peer has left the swarm; join again to train on")
             self._sync.after_step(count, value)
-            self._rates.set(self._sync.position)
+            self.rates.set(self._sync.position, self._sync.account.peers)
             self._part.view.give_buffers()
             self._rest()
             self._saver.keep_up()
@@ -240,7 +241,7 @@ class Peer:
             except EnvironmentFault as error:
                 self._part.warn(f"no checkpoint was written: {error}")
             self._sync.rest(lambda: self._governor.resting(_minute_of_the_day()))
-            self._rates.set(self._sync.position)
+            self.rates.set(self._sync.position, self._sync.account.peers)
 
     def agreed_parameters(self) -> dict[str, Tensor]:
         """A copy of the agreed parameters by name (fp32, host memory): evaluate and publish these, not the

@@ -1,4 +1,5 @@
-"""The inner optimizer's learning rates: each group's own rate times the factor of the swarm's position.
+"""The inner optimizer's learning rates: each group's own rate times the factor of the swarm's position, and
+of its size where they fit themselves to it.
 
 A group's own rate is the one that torch's schedulers take for it: ``initial_lr`` where there is one. A rate
 of 0 is refused. A group that is added later has its own.
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from p2p_co2.errors import ConfigError
+from p2p_co2.planning.advice import swarm_factor
 
 Factor = Callable[[float], float]
 
@@ -46,17 +48,26 @@ class _Held:
 
 class LearningRates:
     """Of one optimizer, by group; the training thread's. ``factor`` of the position, in rounds; None leaves
-    the rates to the program. ``warn`` is told once if somebody else sets them too.
+    the rates to the program. ``fits``: they are ``swarm_factor`` times as large. Without it ``warn`` is told
+    when the swarm's size changes what would fit. It is told once if somebody else sets the rates too.
 
     Raises ``ConfigError`` for a ``factor`` that is no schedule, for a rate that trains nothing, and for none
     that a schedule could multiply."""
 
-    def __init__(self, optimizer: Optimizer, factor: Factor | None, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, factor: Factor | None, warn: Callable[[str], None], fits: bool = False
+    ) -> None:
         groups = optimizer.param_groups
         is_scheduled = factor is not None
         self._optimizer = optimizer
         self._factor = factor
         self._warn = warn
+        self._fits = fits
+        self._is_followed = fits
+        """Whether somebody fits the rates to the swarm: then its size is no news."""
+        self._told_factor = 0.0
+        self.peers = 1.0
+        """In the last means, by their weights."""
         self._base = [_base(group, index, is_scheduled) for index, group in enumerate(groups)]
         self._warming_up = [
             index
@@ -84,8 +95,18 @@ class LearningRates:
             if getattr(rate, "is_cpu", True):
                 self._held[index] = _Held(float(rate), max(float(rate), self._base[index]))
 
-    def set(self, position: float) -> None:
-        """The rates at ``position``."""
+    def suggested(self, base: float) -> float:
+        """The rate that fits the swarm as it is now. ``base``: a lone peer's, for a run of that length. The
+        swarm's size is told no more then."""
+        self._is_followed = True
+        return base * swarm_factor(self.peers)
+
+    def set(self, position: float, peers: float = 1.0) -> None:
+        """The rates at ``position`` in a swarm of so many equal ``peers``."""
+        self.peers = peers
+        times = swarm_factor(peers)
+        if not self._is_followed and times > 1.0:
+            self._tell_of(times)
         if self._factor is None:
             self._put_back()
             return
@@ -97,10 +118,20 @@ class LearningRates:
             self._warn(TWO_SCHEDULES)
         for group in groups[len(self._base) :]:
             self._base.append(self._base_of_later(group))
-        factor = _factor_at(self._factor, position)
+        factor = _factor_at(self._factor, position) * (times if self._fits else 1.0)
         self._given = [base * factor for base in self._base]
         for group, rate in zip(groups, self._given, strict=False):
             put_rate(group, rate)
+
+    def _tell_of(self, times: float) -> None:
+        told = self._told_factor or times
+        self._told_factor = told
+        if max(times / told, told / times) > 1.5:
+            self._told_factor = times
+            self._warn(
+                f"the swarm is now of about {self.peers:.0f} equal peers: the learning rate that fits it is "
+                f"{times / told:.2g} times that of before (suggested_lr)"
+            )
 
     def _put_back(self) -> None:
         """Put a held rate back where it rose. A warm-up multiplies what it finds by less each time. A rate

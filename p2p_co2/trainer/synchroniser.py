@@ -258,7 +258,7 @@ class Synchroniser:
                 self.account.left_out(fragment)
             return
         lag = self.account.step(
-            fragment, offer, outcome.share,
+            fragment, offer, outcome.share, outcome.peers,
             position=self.position, inner_steps=self.inner_steps, now=self._source.now(),
         )  # fmt: skip
         self._report(

@@ -208,6 +208,12 @@ class WorkAccount:
         self._has_offered = [False] * self._count
         self._delays_s: deque[float] = deque(maxlen=2 * self._count)
         """From the offer to the mean, of the last rounds."""
+        self._peers = [1.0] * self._count
+
+    @property
+    def peers(self) -> float:
+        """In the fragments' last means, by their weights; 1 before the first."""
+        return math.fsum(self._peers) / self._count
 
     def due(self, last_position: float, position: float, is_line_full: bool = False) -> list[int]:
         """Fragments that wait to be sent, or passed a point on the way to ``position``, in the order of their
@@ -303,11 +309,12 @@ class WorkAccount:
             self._waiting.setdefault(fragment, self._last_point_of(fragment))
 
     def step(
-        self, fragment: int, offer: OfferState | None, share: float,
+        self, fragment: int, offer: OfferState | None, share: float, peers: float,
         *, position: float, inner_steps: int, now: float,
     ) -> Lag:  # fmt: skip
         """An outer step was taken. ``offer``: as ``meet`` gave it; ``share`` of it is in the mean, 0 to 1. A
-        peer that has none in it was ``left_out``."""
+        peer that has none in it was ``left_out``. ``peers``: in it, by their weights."""
+        self._peers[fragment] = peers
         if offer is None:
             return Lag(0, 0, 0.0)
         if not share:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import EnvironmentFault, LocalProtocolError, RemoteProtocolError
-from p2p_co2.protocol.ledger import PartWeights
+from p2p_co2.protocol.ledger import PartWeights, effective_peers
 from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint.parts import Values
@@ -63,6 +63,7 @@ class EncodedOffer:
 class FragmentOutcome:
     """News for the training thread: how live parameters change, and what became of an offer. ``report``: of
     the outer step, if one was taken. ``share``: how much of this peer's offer is in its mean, 0 to 1.
+    ``peers``: of equal weight, that average as evenly as those in it; 0 if none is told.
     ``ended``: the offer that is in flight no more. ``trouble``: in words, why the mean was not applied.
     ``number``: of the fragment's outcomes, from 1. ``others``: of other fragments, met between the same two
     steps."""
@@ -74,6 +75,7 @@ class FragmentOutcome:
     share: float = 0.0
     ended: OfferState | None = None
     trouble: str = ""
+    peers: float = 0.0
     number: int = 0
     others: Sequence[FragmentOutcome] = ()
 
@@ -311,7 +313,8 @@ class FragmentState:
         # A merge to the new parameters themselves, or the old ones again, is in somebody else's hands now.
         self._readers = {"others"} if refused or (merge and merge.addend is new.params) else set()
         lost = sum(part.stop - part.start for part in missed) / self.numel
-        return self._outcome(merge, report, 0.0 if mine is None else 1.0 - lost, ended, refused)
+        share = 0.0 if mine is None else 1.0 - lost
+        return self._outcome(merge, report, share, ended, refused, effective_peers(parts))
 
     def _merge_after(self, old: AgreedState, new: AgreedState, count: Count) -> Merge | None:
         if count.is_forgotten:
@@ -395,9 +398,9 @@ class FragmentState:
 
     def _outcome(
         self, merge: Merge | None, report: StepReport | None = None, share: float = 0.0,
-        ended: OfferState | None = None, trouble: str = "",
+        ended: OfferState | None = None, trouble: str = "", peers: float = 0.0,
     ) -> FragmentOutcome:  # fmt: skip
-        return FragmentOutcome(self._index, self.state.version, merge, report, share, ended, trouble)
+        return FragmentOutcome(self._index, self.state.version, merge, report, share, ended, trouble, peers)
 
     def _advance_residual(self, mine: KeptOffer, missed: Sequence[slice]) -> None:
         if mine.residual is not None and missed:

@@ -181,7 +181,7 @@ class LeadingPeer(Peer):
 
     def _go(self, result: bool = True) -> None:
         """The call is over."""
-        self._ranks.tell("go", result, self.position, self.inner_steps, self.over)
+        self._ranks.tell("go", result, self.position, self.inner_steps, self.over, self.rates.peers)
 
 
 class FollowingPeer:
@@ -193,7 +193,7 @@ class FollowingPeer:
     def __init__(self, group: Group, follower: Follower, rates: LearningRates) -> None:
         self._ranks = group.ranks
         self._follower = follower
-        self._rates = rates
+        self.rates = rates
         self._device = next(follower.model.parameters()).device
         self._asked = list[str]()
         """By a person, since the last step."""
@@ -207,7 +207,7 @@ class FollowingPeer:
         self.peer_id, self.ticket = self._ranks.hear()
         if self.inner_steps:
             rates.resumed()
-        rates.set(self.position)
+        rates.set(self.position, self.rates.peers)
 
     @property
     def run(self) -> RunConfig:
@@ -228,7 +228,7 @@ class FollowingPeer:
         asked = self._asked
         self._asked = []
         goes_on = self._together("step", lambda: summed(*given, self._device), asked=asked, **word)
-        self._rates.set(self.position)
+        self.rates.set(self.position, self.rates.peers)
         return goes_on
 
     def idle(self, waited_s: float, between_steps: bool) -> bool:
@@ -311,7 +311,8 @@ class FollowingPeer:
             return self._serve(figures)
 
     def _serve(self, figures: Callable[[], object] = lambda: None) -> bool:
-        result, self.position, self.inner_steps, self.over = self._follower.serve(figures)
+        told = self._follower.serve(figures)
+        result, self.position, self.inner_steps, self.over, self.rates.peers = told
         return bool(result)
 
 
@@ -333,7 +334,7 @@ def as_one_peer(
             return FollowingPeer(group, follower, LearningRates(optimizer, learning_rate, _nobody))
     with ranks.commanding():
         peer = lead()
-        ranks.tell("go", True, peer.position, peer.inner_steps, peer.over)
+        ranks.tell("go", True, peer.position, peer.inner_steps, peer.over, peer.rates.peers)
         ranks.tell(peer.peer_id, peer.ticket)
     return peer
 
