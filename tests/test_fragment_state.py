@@ -427,7 +427,7 @@ def test_a_step_takes_the_old_memory_but_never_what_was_lent(rule: str, is_lent:
         payload = peer.offer()
         before = peer.ledger.lend() if is_lent else peer.ledger.state
         held = state_bytes(before)
-        peer.commit(payload, [part(0, 5, peer)])
+        peer.commit(payload, [part(0, 5, peer, "b")])
         other, _ = outer.step(config, other, peer.decoded(payload), other.version)
         after = peer.ledger.state
         assert (after.momentum is before.momentum) is not is_lent

@@ -139,10 +139,10 @@ class Bench:
             self.ledger.agreed()  # let the worker finish what was asked
 
     def commit(self, fragment: int, by: str = "me") -> None:
-        """The round of this peer's last offer for ``fragment`` commits, with one peer alone in the mean."""
+        """The round of this peer's last offer for ``fragment`` commits, as if all others had done the same."""
         offer = [offer for offer in self.wire.offers if offer.fragment == fragment][-1]
         ids = {by: offer.offer_id} if by == "me" else {}
-        parts = (PartWeights(0, len(offer.payload) // 512, {by: offer.weight}, ids),)
+        parts = (PartWeights(0, len(offer.payload) // 512, {by: offer.weight, "others": 1.0}, ids),)
         mean = AgreedMean(fragment, offer.round, offer.base_version, offer.state_digest, offer.payload, parts)
         asyncio.run(self.ledger.commit(mean))
 

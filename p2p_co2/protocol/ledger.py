@@ -33,6 +33,12 @@ class PartWeights:
         return self.offer_ids.get(peer, b"") if self.weights.get(peer) else None
 
 
+def only_peer(parts: Sequence[PartWeights]) -> str | None:
+    """The peer whose work alone is in all of the parts, if there is such a one."""
+    first, *others = {peer for part in parts for peer, weight in part.weights.items() if weight}
+    return None if others else first
+
+
 def effective_peers(parts: Sequence[PartWeights]) -> float:
     """So many peers of equal weight would average out as much noise: (sum of weights)² / sum of squares, mean
     of the parts by their sizes."""

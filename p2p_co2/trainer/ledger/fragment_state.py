@@ -23,7 +23,7 @@ from torch import Tensor
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import EnvironmentFault, LocalProtocolError, RemoteProtocolError
-from p2p_co2.protocol.ledger import PartWeights, effective_peers
+from p2p_co2.protocol.ledger import PartWeights, effective_peers, only_peer
 from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint.parts import Values
@@ -132,6 +132,8 @@ class FragmentState:
         self._uses = uses
         self._run = run
         self._rule = get_rule(run.outer)
+        self._alone = run.outer.model_copy(update={"lr": 1.0, "momentum": 0.0, "nesterov": True})
+        """The outer step where a mean is one peer's alone: there is nothing to average out."""
         self._codec = codec
         self._peer = peer
         self._index = index
@@ -280,6 +282,8 @@ class FragmentState:
     ) -> FragmentOutcome:
         old = self.state
         refused = ""
+        alone = only_peer(parts) if self._run.outer.rule == "keep" and self._uses == 1 else None
+        settings = self._run.outer if alone is None else self._alone
         try:
             # In the old memory where nobody needs it: live parameters that take the step in need the old
             # ones, and meet each mean at once, so that no gradient is late.
@@ -287,7 +291,7 @@ class FragmentState:
             base_version = min(base_version, old.version) if self._rule.returns_work else old.version
             largest = mean.largest()
             new, report = outer.step(
-                self._run.outer, old, mean, base_version, largest=largest, reuse=reuse, new=large_tensor
+                settings, old, mean, base_version, largest=largest, reuse=reuse, new=large_tensor
             )
         except RemoteProtocolError as error:
             # Every peer holds the same bits, so every peer skips this step and stays agreed.
@@ -302,8 +306,13 @@ class FragmentState:
         if self._rule.returns_work and not refused:
             moved = StepChange(self._run.outer, mean, new.momentum, report.gap)
             self.departure = self.departure._replace(offset=(*self.departure.offset, moved))
-        merge = self._merge_after(old, new, count)
-        if mine is not None:
+        # Alone, live parameters lead: what the codec lost of their work is in the next gradient by itself.
+        is_whole = mine is not None and mine is self.offers.open and mine.is_live and not missed
+        leads = is_whole and alone == self._peer
+        merge = None if leads else self._merge_after(old, new, count)
+        if leads:
+            self.residual = None
+        elif mine is not None:
             self._advance_residual(mine, missed)
             self._remember_stale(mine, report, parts, missed)
         if mine is not None and not missed and self.offers.open in (None, mine):
@@ -389,7 +398,7 @@ class FragmentState:
             nothing = room_of(self._codec, self.numel, 4)
             for at in pieces(self.numel):
                 nothing.set_(at, torch.zeros(at.stop - at.start, dtype=torch.float32, device="cpu"))
-            self.offers.open = replace(open_, gradient=nothing)
+            self.offers.open = replace(open_, gradient=nothing, is_live=False)
         self.offers.withdrawn = None
         self.departure = Departure(self.state.version)
         return self._outcome(Merge(0.0, self.lend().params), trouble=trouble)

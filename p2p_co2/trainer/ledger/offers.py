@@ -24,12 +24,13 @@ from p2p_co2.wire.schedule import OfferState
 class KeptOffer:
     """What is held of an offer until its round has ended. ``sent``: what a mean can hold of it.
     ``gradient``: the work behind it, what the codec lost of it included where that is known. ``residual``: of
-    error feedback, if this one is counted."""
+    error feedback, if this one is counted. ``is_live``: whether live parameters hold its work."""
 
     state: OfferState
     sent: Encoded
     gradient: Kept
     residual: Compact | None = None
+    is_live: bool = True
 
 
 class Count(NamedTuple):
