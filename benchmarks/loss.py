@@ -10,8 +10,9 @@ and the outer step are the product's own. ``table`` and ``efficiency`` write a l
 ``--out``, skip what is there, and print tables. ``--only``: the cases of these names. With ``--show``
 nothing is trained. A round is 30 inner steps whatever a case's own is, so equal rounds are equal tokens.
 
-``efficiency``: **swarm** of N peers, each with its own batch, ``keep``, 4 fragments, means 7 inner steps
-late. **Data-parallel**, one model whose batch is the N peers' batches. **Lone**, one peer, also for longer.
+``efficiency``: **swarm** of N peers, each with its own batch, ``keep``, 4 fragments, a bit a value, rounds of
+8 inner steps, means 2 late. **Data-parallel**, one model whose batch is the N peers' batches. Both with the
+rate and the warm-up that fit N. **Lone**, one peer, also for longer.
 "Worth" is the number of times a lone peer's tokens that a lone peer needs for the same loss, read off the
 lone peers' losses by straight lines over the logarithm of tokens. Each length is a run of its own.
 
@@ -38,7 +39,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,7 @@ from common import Figures, command, note, parser_of, run
 from torch import Tensor
 
 from p2p_co2.config import ApplyRule, CodecConfig, OuterConfig, RunConfig
+from p2p_co2.planning.advice import swarm_factor
 from p2p_co2.protocol.ledger import PartWeights
 from p2p_co2.protocol.rounds.attempt import Share, capped
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus
@@ -74,6 +75,9 @@ FRAGMENTS: tuple[tuple[tuple[str, int, int], ...], ...] = (
     (("up0", WIDTH, 4 * WIDTH), ("down0", 4 * WIDTH, WIDTH)),
     (("up1", WIDTH, 4 * WIDTH), ("down1", 4 * WIDTH, WIDTH)),
 )
+FED, FED_TIMES = ("wte", "head"), 4.0
+"""Head and token table learn faster than the matrices. While the head is small, the gradients of those are
+noise, of which Adam makes full steps at each peer alone."""
 SHAPES = {name: (rows, columns) for fragment in FRAGMENTS for name, rows, columns in fragment}
 PARAMETERS = sum(rows * columns for rows, columns in SHAPES.values())
 
@@ -139,12 +143,12 @@ def unflatten_(params: Stacked, names: Sequence[str], flat: Tensor) -> None:
             params[name].copy_(piece.view_as(params[name]))
 
 
-def learning_rate(step: int, steps: int) -> float:
+def learning_rate(step: int, steps: int, warmup: int = WARMUP_STEPS) -> float:
     """Warm-up, then a cosine from ``PEAK_LR`` down to ``FLOOR`` of it: the papers' schedule, the same for all
     rows."""
-    if step < WARMUP_STEPS:
-        return PEAK_LR * (step + 1) / WARMUP_STEPS
-    done = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
+    if step < warmup:
+        return PEAK_LR * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
     return PEAK_LR * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
@@ -189,7 +193,8 @@ class Case:
     """One way to train. ``kind``: "swarm", "data-parallel" or "lone". ``windows``: of 64 tokens, per peer and
     inner step. ``every``: inner steps of a swarm's round. ``delay``: inner steps from a send to its mean.
     ``feedback``: error feedback. ``optimizer``: "adamw", or "muon" (matrices of the blocks; AdamW for the
-    rest). ``peak``: its learning rate, at most; ``schedule``: "cosine" down to a tenth, or "constant"."""
+    rest). ``peak``: its learning rate, at most; ``schedule``: "cosine" down to a tenth, or "constant", after
+    ``warmup`` inner steps."""
 
     name: str
     kind: str = "swarm"
@@ -210,6 +215,7 @@ class Case:
     optimizer: str = "adamw"
     peak: float = PEAK_LR
     schedule: str = "cosine"
+    warmup: int = WARMUP_STEPS
 
     def run_config(self) -> RunConfig:
         rule: ApplyRule = self.rule  # type: ignore[assignment]
@@ -228,9 +234,9 @@ class Case:
 
 
 DEFAULT = Case("swarm of 4")
-LONE = Case("lone", "lone", 1)
-MUON = replace(DEFAULT, name="swarm of 4, muon", optimizer="muon", peak=4e-3)
-OUTER = ((1.0, 0.5), (0.5, 0.5), (0.7, 0.3), (0.7, 0.7), (0.7, 0.9), (1.0, 0.3), (1.0, 0.0))
+MUON_LR = 4e-3
+SHORT = replace(DEFAULT, codec="sign", feedback=True, every=8, delay=2)
+"""As many bytes in shorter rounds."""
 WHOLE = replace(DEFAULT, fragments=1)
 PAPER = replace(WHOLE, lr=1.0, nesterov=False)
 """The settings of CO2 and eager."""
@@ -257,42 +263,46 @@ def rule_cases() -> list[Case]:
     return [*cases, *(replace(case, name=f"{case.name} feedback", feedback=True) for case in kept)]
 
 
-def table_cases() -> list[Case]:
-    """Those of the table by number of peers; the most important first."""
-    cases = [LONE]
+def fitted(case: Case) -> Case:
+    """With the rate and warm-up that fit its number of peers."""
+    return replace(case, peak=case.peak * swarm_factor(case.peers), warmup=300)
+
+
+def sized_cases(optimizer: str, peak: float) -> list[Case]:
+    """Of one inner optimizer, by number of peers; the most important first."""
+    kind = "" if optimizer == "adamw" else f", {optimizer}"
+    cases = [Case(f"lone{kind}", "lone", 1, optimizer=optimizer, peak=peak)]
     for peers in (4, 2, 8, 1):
-        cases.append(replace(DEFAULT, name=f"swarm of {peers}", peers=peers))
+        swarm = replace(SHORT, name=f"swarm of {peers}{kind}", peers=peers, optimizer=optimizer, peak=peak)
+        cases.append(fitted(swarm))
         if peers > 1:
-            cases.append(Case(f"data-parallel {peers}", "data-parallel", peers))
+            name = f"data-parallel {peers}{kind}"
+            cases.append(fitted(Case(name, "data-parallel", peers, optimizer=optimizer, peak=peak)))
     return cases
 
 
+def table_cases() -> list[Case]:
+    """Those of the tables by number of peers."""
+    return sized_cases("adamw", PEAK_LR) + sized_cases("muon", MUON_LR)
+
+
 def variant_cases() -> list[Case]:
-    """4 peers with other settings, against ``DEFAULT``."""
-    cases = [replace(MUON, name=f"muon, swarm of {peers}", peers=peers) for peers in (1, 2, 8)]
-    for base, kind in ((DEFAULT, ""), (MUON, "muon, ")):
-        for lr, momentum in OUTER:
-            cases.append(replace(base, name=f"{kind}outer {lr}, {momentum}", lr=lr, momentum=momentum))
-        cases += [replace(base, name=f"{kind}H {every}", every=every) for every in (10, 100, 300)]
-    cases += [replace(DEFAULT, name="delay 1", delay=1), replace(DEFAULT, name="no clip", clip="none")]
-    cases.append(replace(DEFAULT, name="fp32", codec="fp32"))
-    for optimizer, peak in (
-        ("adamw", 1e-3),
-        ("adamw", 4e-3),
-        *(("muon", peak) for peak in (2e-3, 4e-3, 8e-3)),
-    ):
-        cases += _three(f"{optimizer} {peak:g}", optimizer=optimizer, peak=peak)
-    for windows in (4, 8):
-        cases += _three(f"batch {windows}", windows=windows)
-        cases += _three(f"muon, batch {windows}", windows=windows, optimizer="muon", peak=MUON.peak)
-    cases += _three("constant", schedule="constant")
-    return [*cases, *_three("muon, constant", schedule="constant", optimizer="muon", peak=MUON.peak)]
-
-
-def _three(name: str, **changes: Any) -> list[Case]:
-    """A swarm, data-parallel and a lone peer with the same settings."""
-    bases = (DEFAULT, Case("data-parallel 4", "data-parallel"), LONE)
-    return [replace(base, name=f"{base.name}, {name}", **changes) for base in bases]
+    """4 peers with other settings, against ``SHORT``."""
+    rate = fitted(replace(DEFAULT, name="int4, H 30, rate that fits"))
+    short = fitted(replace(SHORT, name="H 8"))
+    cases = [replace(DEFAULT, name="int4, H 30, a lone peer's rate"), rate]
+    cases += [replace(rate, name=f"int4, H {h}", every=h, delay=h // 4) for h in (8, 16)]
+    cases += [replace(short, name=f"sign, H {h}", every=h, delay=max(1, h // 4)) for h in (4, 16, 30)]
+    cases.append(replace(short, name="q2, H 15", codec="q2", every=15, delay=4))
+    cases += [replace(short, name="delay 6", delay=6), replace(short, name="no feedback", feedback=False)]
+    for lr, momentum in ((1.0, 0.0), (0.7, 0.3), (0.7, 0.7)):
+        cases.append(replace(short, name=f"outer {lr}, {momentum}", lr=lr, momentum=momentum))
+    cases += [replace(short, name=f"rate {peak:g}", peak=peak) for peak in (PEAK_LR, 3 * PEAK_LR)]
+    parallel = Case("", "data-parallel")
+    for peak, warmup in ((PEAK_LR, 45), (2 * PEAK_LR, 150), (3 * PEAK_LR, 300)):
+        name = f"data-parallel 4, {peak:g}, {warmup}"
+        cases.append(replace(parallel, name=name, peak=peak, warmup=warmup))
+    return cases
 
 
 # Training
@@ -310,7 +320,7 @@ class StackedMuon:
         self._slices = [
             torch.nn.Parameter(piece) for one in self._matrices.values() for piece in one.detach().unbind()
         ]
-        rest = [one for name, one in params.items() if name not in self._matrices]
+        rest = {name: one for name, one in params.items() if name not in self._matrices}
         self._each = [
             torch.optim.Muon(self._slices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             adamw(rest),
@@ -325,8 +335,11 @@ class StackedMuon:
             one.step()
 
 
-def adamw(params: Iterable[Tensor]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+def adamw(params: Stacked) -> torch.optim.AdamW:
+    fed = [one for name, one in params.items() if name in FED]
+    rest = [one for name, one in params.items() if name not in FED]
+    groups = [{"params": fed, "times": FED_TIMES}, {"params": rest, "times": 1.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
 
 
 def _gradient(tensor: Tensor) -> Tensor:
@@ -342,8 +355,7 @@ class Together:
         self.params = start_params(seed, len(self.peers))
         for tensor in self.params.values():
             tensor.requires_grad_(True)
-        is_muon = optimizer == "muon"
-        self._optimizer = StackedMuon(self.params) if is_muon else adamw(self.params.values())
+        self._optimizer = (StackedMuon if optimizer == "muon" else adamw)(self.params)
 
     def step(self, windows: Tensor, lr: float) -> None:
         """``windows``: int64 [all peers, batch, CONTEXT + 1]"""
@@ -351,15 +363,15 @@ class Together:
         for tensor, gradient in zip(self.params.values(), parts, strict=True):
             tensor.grad = gradient
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("times", 1.0)
         self._optimizer.step()
 
 
 def rate(case: Case, step: int, steps: int) -> float:
     """The learning rate of inner step ``step`` of ``steps``."""
     if case.schedule == "constant":
-        return case.peak * min(1.0, (step + 1) / WARMUP_STEPS)
-    return learning_rate(step, steps) * case.peak / PEAK_LR
+        return case.peak * min(1.0, (step + 1) / case.warmup)
+    return learning_rate(step, steps, case.warmup) * case.peak / PEAK_LR
 
 
 def train(case: Case, rounds: int, seed: int, corpus: Corpus) -> dict[str, object]:
@@ -510,10 +522,12 @@ def against(one: Mapping[int, float], other: Mapping[int, float]) -> str:
     return f"{statistics.median(ratios):+.1f} %{spread}"
 
 
-def efficiency_table(losses: Losses, rounds: int) -> str:
-    """Markdown, one line a number of peers: what a swarm and data-parallel reach in ``rounds``."""
+def efficiency_table(losses: Losses, rounds: int, kind: str = "") -> str:
+    """Markdown, one line a number of peers: what a swarm and data-parallel reach in ``rounds``. ``kind``:
+    what its cases' names end in."""
+    own = f"lone{kind}"
     curve = {
-        length: statistics.mean(seeds.values()) for (name, length), seeds in losses.items() if name == "lone"
+        length: statistics.mean(seeds.values()) for (name, length), seeds in losses.items() if name == own
     }
     lines = [
         "| peers | swarm: loss | data-parallel: loss | a lone peer, as many tokens: loss | swarm against "
@@ -521,12 +535,12 @@ def efficiency_table(losses: Losses, rounds: int) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for peers in SIZES:
-        swarm = losses.get((f"swarm of {peers}", rounds))
+        swarm = losses.get((f"swarm of {peers}{kind}", rounds))
         if swarm is None:
             continue
         # With one peer data-parallel is the lone peer.
-        parallel = losses.get(("lone" if peers == 1 else f"data-parallel {peers}", rounds), {})
-        lone = losses.get(("lone", peers * rounds), {})
+        parallel = losses.get((own if peers == 1 else f"data-parallel {peers}{kind}", rounds), {})
+        lone = losses.get((own, peers * rounds), {})
         lines.append(
             f"| {peers} | {_mean(swarm)} | {_mean(parallel)} | {_mean(lone)} | {against(swarm, parallel)} "
             f"| {_worth(swarm, rounds, curve)} | {_worth(parallel, rounds, curve)} | {len(swarm)} |"
@@ -535,10 +549,10 @@ def efficiency_table(losses: Losses, rounds: int) -> str:
 
 
 def variants_table(losses: Losses, rounds: int) -> str:
-    """Markdown, one line a variant: its loss, and against 4 peers with the defaults."""
-    base = losses.get((DEFAULT.name, rounds), {})
-    lines = ["| 4 peers | loss | against the default | seeds |", "|---|---|---|---|"]
-    for case in [DEFAULT, *variant_cases()]:
+    """Markdown, one line a variant: its loss, and against 4 peers as in the table."""
+    base = losses.get(("swarm of 4", rounds), {})
+    lines = ["| 4 peers | loss | against the table's | seeds |", "|---|---|---|---|"]
+    for case in variant_cases():
         if seeds := losses.get((case.name, rounds)):
             lines.append(f"| {case.name} | {_mean(seeds)} | {against(seeds, base)} | {len(seeds)} |")
     return "\n".join(lines)
@@ -586,12 +600,15 @@ def table(options: argparse.Namespace) -> Figures:
 
 def efficiency(options: argparse.Namespace) -> Figures:
     """What a swarm is worth, against data-parallel and a lone peer."""
-    sized = [case for case in table_cases() if case == LONE or case.peers in options.peers]
+    sized = [case for case in table_cases() if case.kind == "lone" or case.peers in options.peers]
     # The table's lone peer trains as long as each number of peers together, too.
-    cases = [(case, tuple(options.peers) if case == LONE else (1,)) for case in sized]
+    cases = [(case, tuple(options.peers) if case.kind == "lone" else (1,)) for case in sized]
     if options.variants or options.only:
         cases = [(case, (1,)) for case in variant_cases()] + (cases if options.only else [])
-    return _play(cases, options, {"by peers": efficiency_table, "variants": variants_table})
+    return _play(cases, options, {
+        "by peers": efficiency_table, "by peers, Muon": partial(efficiency_table, kind=", muon"),
+        "variants": variants_table,
+    })  # fmt: skip
 
 
 def _play(

@@ -14,6 +14,7 @@ from p2p_co2.config import CodecConfig, OuterConfig, RunConfig
 from p2p_co2.recipes.corpus import Corpus
 
 lab = load("loss")
+LONE = lab.Case("lone", "lone", 1)
 PLAIN = replace(lab.DEFAULT, lr=1.0, momentum=0.0, nesterov=False, clip="none", codec="fp32")
 
 
@@ -75,15 +76,15 @@ def test_keep_conserves_every_drift_in_full_precision() -> None:
 def test_a_swarm_of_one_without_outer_momentum_is_a_lone_peer() -> None:
     """Law 3 of the algorithms: keep, outer lr 1, beta 0 is plain local training."""
     alone = replace(PLAIN, peers=1, every=8, delay=3)
-    assert _loss(alone) == pytest.approx(_loss(lab.LONE), abs=1e-4)
-    assert _loss(replace(alone, rule="co2", lr=0.3)) != pytest.approx(_loss(lab.LONE), abs=1e-3)
+    assert _loss(alone) == pytest.approx(_loss(LONE), abs=1e-4)
+    assert _loss(replace(alone, rule="co2", lr=0.3)) != pytest.approx(_loss(LONE), abs=1e-3)
 
 
 def test_a_peer_alone_in_its_swarm_trains_as_if_there_were_none() -> None:
     """Whatever the run's outer step and codec are; what is agreed follows."""
     alone = replace(PLAIN, peers=1, every=8, delay=3, lr=0.7, momentum=0.9, codec="int4")
     plain, *coded = (
-        lab.train(case, 1, 0, _corpus()) for case in (lab.LONE, alone, replace(alone, feedback=True))
+        lab.train(case, 1, 0, _corpus()) for case in (LONE, alone, replace(alone, feedback=True))
     )
     for one in coded:
         assert one["loss_one_peer"] == plain["loss"]
@@ -94,7 +95,7 @@ def test_a_swarm_that_averages_every_step_is_data_parallel_under_sgd_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Averaging parameters after each step is averaging gradients, if the inner optimizer is linear."""
-    monkeypatch.setattr(lab, "adamw", lambda params, head: torch.optim.SGD(params.values(), lr=0.1))
+    monkeypatch.setattr(lab, "adamw", lambda params: torch.optim.SGD(params.values(), lr=0.1))
     monkeypatch.setattr(lab, "rate", lambda case, step, steps: 0.1)
     monkeypatch.setattr(lab, "NAMES", [[name for group in lab.NAMES for name in group]])
     swarm = replace(PLAIN, peers=2, every=1, delay=0)

@@ -139,7 +139,7 @@ class Bench:
             self.ledger.agreed()  # let the worker finish what was asked
 
     def commit(self, fragment: int, by: str = "me") -> None:
-        """The round of this peer's last offer for ``fragment`` commits, as if all others had done the same."""
+        """The round of this peer's last offer for ``fragment`` commits, as if others had done the same."""
         offer = [offer for offer in self.wire.offers if offer.fragment == fragment][-1]
         ids = {by: offer.offer_id} if by == "me" else {}
         parts = (PartWeights(0, len(offer.payload) // 512, {by: offer.weight, "others": 1.0}, ids),)
