@@ -159,6 +159,16 @@ def test_muon_trains_the_matrices_of_the_blocks_and_adamw_the_rest(width: int) -
     assert plain == recipe_digest(BYTE_GPT, TINY | {"optimizer": "muon"})  # the shape is what must agree
 
 
+def test_the_device_chooses_the_optimizer_of_a_run_that_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(BYTE_GPT, TINY, seed=0)
+    there = [torch.nn.Parameter(torch.empty(4, 4, device="meta")) for _ in range(3)]
+    for one in there:  # none is at hand everywhere; what asks looks no further than this
+        monkeypatch.setattr(type(one), "device", torch.device("cuda"), raising=False)
+    assert [type(one) for one in recipe.optimizer(there).parts] == [torch.optim.Muon]
+    monkeypatch.undo()
+    assert type(recipe.optimizer(recipe.model.parameters())) is torch.optim.AdamW
+
+
 def test_muon_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(ConfigError, match=r"recipe_options\.optimizer.*2\.9 or newer"):
