@@ -298,20 +298,20 @@ INLINE float q2_scale_of(const __m256 *values, float mean, uint8_t *plane, int32
     __m256i count = _mm256_setzero_si256();
     for (int i = 0; i < PLANE; i++) {
         is_long[i] = _mm256_cmp_ps(_mm256_castsi256_ps(magnitude_bits(values[i])), bound, _CMP_GT_OQ);
+        parts[i] = _mm256_and_ps(shares_of(values[i]), is_long[i]);
         count = _mm256_sub_epi32(count, _mm256_castps_si256(is_long[i]));
     }
     int32_t eight[8], longs = 0;
     _mm256_storeu_si256((__m256i *)eight, count);
     for (int i = 0; i < 8; i++)
         longs += eight[i];
-    const int32_t kept = longs <= MOST_LONG ? -1 : 0;
-    const __m256 all = _mm256_castsi256_ps(_mm256_set1_epi32(kept));
-    for (int i = 0; i < PLANE; i++) {
-        is_long[i] = _mm256_and_ps(is_long[i], all);
-        parts[i] = _mm256_and_ps(shares_of(values[i]), is_long[i]);
+    if (longs > MOST_LONG) {
+        longs = 0;
+        for (int i = 0; i < PLANE; i++)
+            is_long[i] = parts[i] = _mm256_setzero_ps();
     }
     pack_signs(is_long, plane);
-    const double squares = (longs & kept) * (91.0 / 512.0) + 9.0;
+    const double squares = longs * (91.0 / 512.0) + 9.0;
     const float scale = (float)((mean * 3.0 + folded(parts) * 7.0) / squares);
     int32_t bits;
     memcpy(&bits, &scale, sizeof bits);
