@@ -362,7 +362,7 @@ def _verdict(taken_s: Mapping[str, list[float]]) -> Figures:
 
 
 def _gaussians(numel: int) -> torch.Tensor:
-    return torch.randn(numel // 128 * 128, generator=torch.Generator().manual_seed(0))
+    return torch.randn(numel // 512 * 512, generator=torch.Generator().manual_seed(0))
 
 
 def _error(name: str) -> float:

@@ -31,8 +31,8 @@ inner_steps_per_round = 30     # mode "steps" only; at least as many as fragment
 rounds = 0                     # the run ends after this many; 0: never
 
 [codec]
-name = "int4"                  # fp32, fp16, bf16, int8, fp4, nf4, int4 or e3m0
-error_feedback = false
+name = "int4"                  # fp32, fp16, bf16, int8, fp4, nf4, int4, e3m0, q2 or sign
+error_feedback = ""            # carry what it lost into the next exchange: true, false; "": with q2 and sign
 error_feedback_decay = 0.95
 
 [outer]

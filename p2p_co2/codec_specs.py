@@ -16,13 +16,15 @@ it."""
 @dataclass(frozen=True)
 class CodecSpec:
     """``name`` in run files; ``block_values`` values become ``block_bytes`` bytes; ``made_by``, the class, as
-    "module:name". ``keeps_residual``: it loses so much that error feedback has something to carry on."""
+    "module:name". ``error``: ||x - q||^2 / ||x||^2 of Gaussian values. ``needs_feedback``: it loses so much
+    that error feedback is on where a run leaves that out."""
 
     name: str
     block_bytes: int
     made_by: str
+    error: float
     block_values: int = 128
-    keeps_residual: bool = True
+    needs_feedback: bool = False
 
     @property
     def bits(self) -> float:
@@ -38,14 +40,16 @@ _HOME = "p2p_co2.tensors.codec"
 SPECS = {
     spec.name: spec
     for spec in (
-        CodecSpec("fp32", 512, f"{_HOME}.plain:PlainCodec", keeps_residual=False),
-        CodecSpec("fp16", 256, f"{_HOME}.plain:PlainCodec"),
-        CodecSpec("bf16", 256, f"{_HOME}.plain:PlainCodec"),
-        CodecSpec("int8", 132, f"{_HOME}.bitsandbytes_blocks:Int8"),
-        CodecSpec("fp4", 68, f"{_HOME}.bitsandbytes_blocks:BitsAndBytesFourBit"),
-        CodecSpec("nf4", 68, f"{_HOME}.bitsandbytes_blocks:BitsAndBytesFourBit"),
-        CodecSpec("int4", 68, f"{_HOME}.fourbit:Int4"),
-        CodecSpec("e3m0", 68, f"{_HOME}.fourbit:E3M0"),
+        CodecSpec("fp32", 512, f"{_HOME}.plain:PlainCodec", 0.0),
+        CodecSpec("fp16", 256, f"{_HOME}.plain:PlainCodec", 4.3e-8),
+        CodecSpec("bf16", 256, f"{_HOME}.plain:PlainCodec", 2.8e-6),
+        CodecSpec("int8", 132, f"{_HOME}.bitsandbytes_blocks:Int8", 4.2e-5),
+        CodecSpec("fp4", 68, f"{_HOME}.bitsandbytes_blocks:BitsAndBytesFourBit", 0.0165),
+        CodecSpec("nf4", 68, f"{_HOME}.bitsandbytes_blocks:BitsAndBytesFourBit", 0.0092),
+        CodecSpec("int4", 68, f"{_HOME}.fourbit:Int4", 0.0137),
+        CodecSpec("e3m0", 68, f"{_HOME}.fourbit:E3M0", 0.0370),
+        CodecSpec("q2", 132, f"{_HOME}.bitplanes:TwoBits", 0.117, 512, needs_feedback=True),
+        CodecSpec("sign", 68, f"{_HOME}.bitplanes:Sign", 0.363, 512, needs_feedback=True),
     )
 }
 

@@ -64,11 +64,21 @@ class ClockConfig(_Frozen):
 
 class CodecConfig(_Frozen):
     """``name``: how outer gradients are encoded. ``error_feedback``: carry what the codec lost into the next
-    exchange, times ``error_feedback_decay`` (SparseLoCo, arXiv 2508.15706)."""
+    exchange, times ``error_feedback_decay`` (SparseLoCo, arXiv 2508.15706). Left out or empty it is on with
+    codecs that lose much, ``sign`` and ``q2``."""
 
     name: str = "int4"
     error_feedback: bool = False
     error_feedback_decay: float = Field(default=0.95, ge=0, le=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled_in(cls, settings: object) -> object:
+        """What a run file leaves out, or leaves empty."""
+        if not isinstance(settings, dict) or settings.get("error_feedback", "") != "":
+            return settings
+        spec = SPECS.get(str(settings.get("name", cls.model_fields["name"].default)))
+        return settings | {"error_feedback": spec is not None and spec.needs_feedback}
 
     @field_validator("name")
     @classmethod
@@ -238,6 +248,13 @@ class RunConfig(_Frozen):
             raise ValueError(
                 f"aggregation.rule {self.aggregation.rule!r} is a defence and weight_cap = 0 is none; use a "
                 'weight_cap of 1 or more, or aggregation.rule = "mean"'
+            )
+        loses_much = SPECS[self.codec.name].needs_feedback and not self.codec.error_feedback
+        if self.outer.is_delayed and loses_much:
+            raise ValueError(
+                f"codec.error_feedback is false with codec {self.codec.name!r}, and rule {self.outer.rule!r} "
+                "takes out of the live parameters all that is offered: what the codec loses would be gone; "
+                "leave error_feedback out, or use keep or blend"
             )
         if self.outer.is_delayed and delay:
             raise ValueError(

@@ -54,7 +54,7 @@ def kernel() -> Passes:
     return passes.kernel
 
 
-@pytest.fixture(params=["fp16", "int8", "int4", "e3m0"])
+@pytest.fixture(params=["fp16", "int8", "int4", "e3m0", "sign", "q2"])
 def codec(request: pytest.FixtureRequest) -> Codec:
     return get_codec(request.param)
 
@@ -70,15 +70,16 @@ def both_ways(monkeypatch: pytest.MonkeyPatch) -> BothWays:
     return run
 
 
-def values_of_all_sizes(size: int, seed: int = 0) -> Tensor:
-    """fp32 [size]: each block has a largest magnitude of its own, and some values half-way between codes."""
+def values_of_all_sizes(size: int, seed: int = 0, width: int = WIDTH) -> Tensor:
+    """fp32 [size]: each block of this ``width`` has a largest magnitude of its own, and some values half-way
+    between codes."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.rand(size, generator=generator) * 2 - 1
-    scales = torch.tensor([MAGNITUDES[block % len(MAGNITUDES)] for block in range(size // WIDTH + 1)])
-    values[::WIDTH] = 1.0
-    values[1::WIDTH] = 0.5 / 127
-    values[2::WIDTH] = -0.0
-    return values * scales.repeat_interleave(WIDTH)[:size]
+    scales = torch.tensor([MAGNITUDES[block % len(MAGNITUDES)] for block in range(size // width + 1)])
+    values[::width] = 1.0
+    values[1::width] = 0.5 / 127
+    values[2::width] = -0.0
+    return values * scales.repeat_interleave(width)[:size]
 
 
 def bits(values: Tensor) -> Tensor:
@@ -87,11 +88,12 @@ def bits(values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("size", [*SIZES, STREAMED])
 def test_encoding_and_decoding(codec: Codec, size: int, both_ways: BothWays) -> None:
-    values = values_of_all_sizes(size)
-    payload, expected = both_ways(lambda: codec.encode(values))
-    assert torch.equal(payload, expected)
-    decoded, expected = both_ways(lambda: codec.decode(payload))
-    assert torch.equal(bits(decoded), bits(expected))
+    for width in {WIDTH, codec.block_values}:
+        values = values_of_all_sizes(size, width=width)
+        payload, expected = both_ways(lambda values=values: codec.encode(values))
+        assert torch.equal(payload, expected)
+        decoded, expected = both_ways(lambda payload=payload: codec.decode(payload))
+        assert torch.equal(bits(decoded), bits(expected))
 
 
 def test_decoding_of_every_code(codec: Codec, both_ways: BothWays) -> None:
@@ -100,7 +102,7 @@ def test_decoding_of_every_code(codec: Codec, both_ways: BothWays) -> None:
         .repeat(600)[: 512 * codec.block_bytes]
         .view(-1, codec.block_bytes)
     )
-    if codec.name in {"int8", "e3m0"}:
+    if codec.name in {"int8", "e3m0", "sign", "q2"}:
         limit = torch.tensor(codec.scale_limit_bits, dtype=torch.int32).view(1, 1)
         scales = torch.tensor([0.0, 1e-44, 2.0**-110, 0.1, 1.0]).view(torch.int32).view(-1, 1)
         rows[:, -4:] = torch.cat([scales, limit]).repeat(86, 1)[:512].view(torch.uint8)
@@ -115,15 +117,21 @@ def test_decoding_of_every_code(codec: Codec, both_ways: BothWays) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_difference_is_encoded(codec: Codec, size: int, both_ways: BothWays) -> None:
     base, live = values_of_all_sizes(size), values_of_all_sizes(size, seed=1) * 1e-5
+    residual, decay = values_of_all_sizes(size, seed=2) * 1e-5, 0.95
 
-    def encoded() -> Tensor:
-        rows, wanted = torch.empty(codec.payload_bytes(size), dtype=torch.uint8), torch.empty(size)
-        codec.encode(live, rows, base=base, wanted=wanted)
+    def encoded() -> list[Tensor]:
+        rows = [torch.empty(codec.payload_bytes(size), dtype=torch.uint8) for _ in range(2)]
+        wanted, more, lost = (torch.empty(size) for _ in range(3))
+        codec.encode(live, rows[0], base=base, wanted=wanted)
         assert torch.equal(bits(wanted), bits(base - live))
+        codec.encode(live, rows[1], base=base, residual=residual, decay=decay, wanted=more, lost=lost)
+        assert torch.equal(bits(more), bits((base - live) + residual * decay))
+        assert torch.equal(bits(lost), bits(more - codec.decode(rows[1])[:size]))
         return rows
 
-    for rows in both_ways(encoded):
-        assert torch.equal(rows, codec.encode(base - live))
+    for plain, with_residual in both_ways(encoded):
+        assert torch.equal(plain, codec.encode(base - live))
+        assert torch.equal(with_residual, codec.encode((base - live) + residual * decay))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -170,7 +178,7 @@ def test_int4_with_every_scale(factor: float, both_ways: BothWays) -> None:
     assert torch.equal(payload, expected)
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "e3m0"])
+@pytest.mark.parametrize("name", ["int4", "int8", "e3m0", "sign", "q2"])
 def test_what_is_admitted_is_the_same_without_passes(name: str, both_ways: BothWays) -> None:
     codec = get_codec(name)
     generator = torch.Generator().manual_seed(0)
@@ -186,7 +194,7 @@ def test_what_is_admitted_is_the_same_without_passes(name: str, both_ways: BothW
         row = torch.cat([codes, field]).numpy().tobytes()
 
         def taken(row: bytes = row) -> tuple[bool, Tensor]:
-            values = torch.empty(WIDTH)
+            values = torch.empty(codec.block_values)
             return is_admitted(codec, row, values), values
 
         (is_sound, values), (expected, others) = both_ways(taken)

@@ -104,7 +104,9 @@ RUNS = st.builds(
         max_size=3,
     ),
     clock=st.builds(ClockConfig, round_s=st.floats(0.1, 1e6), rounds=st.integers(0, 10**6)),
-    codec=st.builds(CodecConfig, name=st.sampled_from(["fp32", "int4", "nf4"]), error_feedback=st.booleans()),
+    codec=st.builds(
+        CodecConfig, name=st.sampled_from(["fp32", "int4", "sign"]), error_feedback=st.booleans()
+    ),
     weight_cap=st.just(0.0) | st.floats(1, 1e6),
     outer=st.builds(OuterConfig, lr=st.floats(0.01, 10), momentum=st.floats(0, 0.99), nesterov=st.booleans()),
 )
@@ -132,6 +134,23 @@ def test_a_run_survives_toml_and_its_published_bytes(
 )  # fmt: skip
 def test_every_field_is_in_the_digest(change: dict[str, object]) -> None:
     assert RunConfig(**change).digest() != RunConfig().digest()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("codec", ["sign", "q2", "int4"])
+def test_error_feedback_is_on_where_a_codec_needs_it_unless_the_run_says_otherwise(codec: str) -> None:
+    is_on = codec != "int4"
+    given = RunConfig.model_validate({"codec": {"name": codec, "error_feedback": is_on}})
+    for left_out in ({}, {"error_feedback": ""}):
+        run = RunConfig.model_validate({"codec": {"name": codec} | left_out})
+        assert run.canonical_bytes() == given.canonical_bytes()
+        assert f'"error_feedback":{str(is_on).lower()}'.encode() in run.canonical_bytes()
+    for rule in ("keep", "blend", "co2", "eager"):
+        wanted = {"codec": {"name": codec, "error_feedback": False}, "outer": {"rule": rule}}
+        if is_on and rule in {"co2", "eager"}:
+            with pytest.raises(ValidationError, match="leave error_feedback out"):
+                RunConfig.model_validate(wanted)
+        else:
+            assert not RunConfig.model_validate(wanted).codec.error_feedback
 
 
 def test_a_manifest_from_another_version_is_refused_in_words() -> None:

@@ -252,9 +252,9 @@ class Books:
             )
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int4"])
+@pytest.mark.parametrize("codec", ["fp32", "int4", "sign"])
 def test_what_a_slow_link_could_not_bring_is_neither_lost_nor_counted_twice(
-    codec: Literal["fp32", "int4"], monkeypatch: pytest.MonkeyPatch
+    codec: Literal["fp32", "int4", "sign"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = OuterConfig(
         lr=1.0, momentum=0.0, nesterov=False, gap_penalty=False, clip="none", blocking_rounds=0

@@ -50,7 +50,11 @@ def reduce_slices(rule: AggregationRule, codec: Codec, parts: Sequence[Part]) ->
 
 def compare(codec: Codec, mine: Buffer, mean: Buffer) -> tuple[float, float]:
     """What a mean is like beside a slice in it: the cosine between the two, and how many times as long it is.
-    (0, 0) where one of them is zero, which tells nothing; (-1, inf) for a mean that is not finite."""
+    (0, 0) where one of them is zero, which tells nothing; (-1, inf) for a mean that is not finite.
+
+    Law: both are of the mean before it was encoded, so that one bound fits all codecs. What a codec keeps of
+    Gaussian values, ``1 - error`` of their squares, is by how much less it points along any slice.
+    """
     slices = Slices(codec, ("mine", "mean"), (mine, mean))
     try:
         (own, along), (_, whole) = slices.products(LOOKED_AT)
@@ -58,7 +62,9 @@ def compare(codec: Codec, mine: Buffer, mean: Buffer) -> tuple[float, float]:
         return -1.0, math.inf
     if own == 0.0 or whole == 0.0:
         return 0.0, 0.0
-    return along / math.sqrt(own) / math.sqrt(whole), math.sqrt(whole) / math.sqrt(own)
+    kept = math.sqrt(1 - codec.spec.error)
+    cosine = along / math.sqrt(own) / math.sqrt(whole) / kept
+    return min(1.0, max(-1.0, cosine)), math.sqrt(whole) / math.sqrt(own) / kept
 
 
 def _check(codec: Codec, parts: Sequence[Part]) -> None:

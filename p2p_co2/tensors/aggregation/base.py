@@ -7,7 +7,7 @@ added: large weights cannot overflow. The owner gets its own result by decoding 
 else.
 
 Price: the mean is encoded again, which adds a second quantisation error. Slices are read in pieces of a MiB;
-fp16, int8, int4 and e3m0 need no memory for the mean (``codec.passes``).
+codecs of ``codec.passes`` need no memory for the mean.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.system.memory import Buffer, large_buffer
 from p2p_co2.tensors.codec import Codec
-from p2p_co2.tensors.codec.base import CHUNK_BLOCKS, LARGEST
+from p2p_co2.tensors.codec.base import LARGEST
 
 
 class Mean(NamedTuple):
@@ -60,7 +60,7 @@ class Slices:
     def products(self, one_in: int = 1) -> list[list[float]]:
         """[k][k]: the inner product of the values of each slice with those of each; of one in so many pieces,
         drawn by lot."""
-        pieces = list(self._pieces(max(1, CHUNK_BLOCKS // len(self))))
+        pieces = list(self._pieces(max(1, self._codec.chunk_blocks // len(self))))
         total = torch.zeros((len(self), len(self)), dtype=torch.float64, device="cpu")
         for at in pieces[secrets.randbelow(min(one_in, len(pieces) or 1)) :: one_in]:
             rows = torch.stack([self._decoded(index, at) for index in range(len(self))]).double()
@@ -82,7 +82,7 @@ class Slices:
             cause = RemoteProtocolError("not finite", f"in a {codec.name} slice")
             raise HostileSlice(self._peers[found], cause)
         if found is None:
-            for at in self._pieces():
+            for at in self._pieces(codec.chunk_blocks):
                 total = self._decoded(0, at).mul_(shares[0])
                 for index in range(1, len(self)):
                     total.add_(self._decoded(index, at).mul_(shares[index]))
@@ -101,7 +101,7 @@ class Slices:
             raise HostileSlice(self._peers[index], error) from None
         return values
 
-    def _pieces(self, step: int = CHUNK_BLOCKS) -> Iterator[slice]:
+    def _pieces(self, step: int) -> Iterator[slice]:
         starts = range(0, self._blocks, step)
         return (slice(start, min(start + step, self._blocks)) for start in starts)
 

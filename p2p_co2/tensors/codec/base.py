@@ -6,7 +6,8 @@ to the same values as within the whole. A decoded value is a table's entry times
 rounds once and alike on every IEEE machine. Encoding of finite values never gives NaN or Inf. Codecs hold no
 state: one serves all threads. All tensors are in host memory.
 
-Price: a payload is padded to whole blocks, and a scale costs a quarter of a bit per value. Blocks whose
+Price: a payload is padded to whole blocks, and a scale costs a quarter of a bit per value (a sixteenth in
+blocks of 512). Blocks whose
 largest magnitude is below ``SMALLEST`` are sent as zeros, so that nothing is ever subnormal, which some
 processors round differently.
 """
@@ -25,16 +26,13 @@ from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors.codec import passes
 from p2p_co2.tensors.codec.passes import CodecPasses
 
-BLOCK_VALUES = 128
 SCALE_BYTES = 4
 SMALLEST = 2.0**-110
 """Blocks with a smaller absolute maximum are zero on the wire."""
 LARGEST = torch.finfo(torch.float32).max
-CHUNK_BLOCKS = 2048
-"""Blocks worked on at once: 1 MiB of scratch per step, which stays in the cache and hides what a torch call
-costs."""
-PIECE_VALUES = CHUNK_BLOCKS * BLOCK_VALUES
-"""The same in values; a whole number of any codec's blocks."""
+PIECE_VALUES = 1 << 18
+"""Values worked on at once, a whole number of any codec's blocks: 1 MiB of scratch per step, which stays in
+the cache and hides what a torch call costs."""
 NOT_FINITE = "values to encode are not finite: training has diverged; lower the learning rates"
 
 
@@ -50,6 +48,8 @@ class Codec(ABC):
 
     in_passes: int | None = None
     """What ``passes`` calls this codec, if it has it."""
+    has_zero = True
+    """Whether 0 is sent as 0. Where it is not, the last block's padding repeats its values."""
     scale_limit_bits = 0
 
     def __init__(self, spec: CodecSpec) -> None:
@@ -57,6 +57,8 @@ class Codec(ABC):
         self.spec = spec
         self.block_values = spec.block_values
         self.block_bytes = spec.block_bytes
+        self.chunk_blocks = PIECE_VALUES // spec.block_values
+        """Blocks worked on at once."""
 
     def blocks(self, numel: int) -> int:
         """Blocks that hold ``numel`` values."""
@@ -68,42 +70,57 @@ class Codec(ABC):
 
     def encode(
         self, values: Tensor, out: Tensor | None = None, *, base: Tensor | None = None,
-        wanted: Tensor | None = None,
+        residual: Tensor | None = None, decay: float = 1.0, wanted: Tensor | None = None,
+        lost: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Encode ``values``, or ``base - values`` (fp32 [n]), into uint8 [blocks(n) * block_bytes].
+        """Encode ``values``, or ``base - values + residual * decay``, into uint8 [blocks(n) * block_bytes].
 
-        ``out`` takes the payload if given (same shape and dtype, contiguous), ``wanted`` the difference (fp32
-        [n]). Raises ``ValueError`` if a value is NaN or Inf (training has diverged), ``LocalProtocolError``
-        for another dtype or shape.
+        All are fp32 [n]; the last two may be left out, the residual needs a base. ``out`` takes the payload
+        if given (same shape and dtype, contiguous), ``wanted`` what is encoded, ``lost`` what of that is
+        not decoded again. Raises ``ValueError`` if a value is NaN or Inf (training has diverged),
+        ``LocalProtocolError`` for another dtype or shape.
         """
         if (values.dtype, values.dim(), values.device.type) != (torch.float32, 1, "cpu"):
             what = f"{values.dtype} {tuple(values.shape)} on {values.device}"
             raise LocalProtocolError(f"encode takes a flat fp32 tensor in host memory, not {what}")
         values = values.detach().contiguous()
         numel = values.numel()
-        width = self.block_values
         if out is None:
             out = torch.empty(self.payload_bytes(numel), dtype=torch.uint8, device="cpu")
         must_fit(out, torch.uint8, self.payload_bytes(numel))
-        rows = out.view(-1, self.block_bytes)
-        end = numel // width * width
-        if (kernel := self._kernel(values, *(() if base is None else (base,)))) is not None:
-            if kernel.encode(base, values, wanted, out, end // width) < end // width:
+        given = (base, values, residual, wanted, lost)
+        done = 0
+        if (kernel := self._kernel(*(one for one in given if one is not None))) is not None:
+            done = numel // self.block_values
+            if kernel.encode(given, decay, out, done) < done:
                 raise ValueError(NOT_FINITE)
-            left = values[end:] if base is None else base[end:] - values[end:]
-            if wanted is not None:
-                wanted[end:] = left
-        else:
-            values = values if base is None else torch.sub(base, values, out=wanted)
-            blocks = values[:end].view(-1, width)
-            left = values[end:]
-            for start, stop in _chunks(len(blocks)):
-                self._encode_blocks(blocks[start:stop], rows[start:stop])
-        if end < numel:
-            last = torch.zeros(1, width, dtype=torch.float32, device="cpu")
-            last[0, : numel - end] = left
-            self._encode_blocks(last, rows[-1:])
+        if (start := done * self.block_values) < numel:
+            left = [None if one is None else one[start:] for one in given]
+            self._encode_left(left, decay, out[done * self.block_bytes :])
         return out
+
+    def _encode_left(self, given: Sequence[Tensor | None], decay: float, out: Tensor) -> None:
+        """What no pass does, in torch's operations. ``given``: base, values, residual, wanted and lost."""
+        base, values, residual, wanted, lost = given
+        assert values is not None
+        if base is not None:
+            values = torch.sub(base, values, out=wanted)
+            if residual is not None:
+                values.add_(residual * decay)
+        width = self.block_values
+        rows = out.view(-1, self.block_bytes)
+        whole = len(values) // width
+        blocks = values[: whole * width].view(-1, width)
+        for start, stop in self._chunks(whole):
+            self._encode_blocks(blocks[start:stop], rows[start:stop])
+        if left := len(values) - whole * width:
+            last = torch.zeros(1, width, dtype=torch.float32, device="cpu")
+            last[0, :left] = values[-left:]
+            if not self.has_zero:
+                last = last[:, :left].repeat(1, -(-width // left))[:, :width].contiguous()
+            self._encode_blocks(last, rows[-1:])
+        if lost is not None:
+            torch.sub(values, self.decode(out)[: len(values)], out=lost)
 
     def decode(self, payload: Tensor, out: Tensor | None = None) -> Tensor:
         """Decode ``payload`` (uint8 [k * block_bytes]) into fp32 [k * block_values].
@@ -119,7 +136,7 @@ class Codec(ABC):
             kernel.decode(rows, out, len(rows))
             return out
         blocks = out.view(-1, self.block_values)
-        for start, stop in _chunks(len(rows)):
+        for start, stop in self._chunks(len(rows)):
             self._decode_blocks(rows[start:stop], blocks[start:stop])
         return out
 
@@ -150,7 +167,7 @@ class Codec(ABC):
         # torch has no read-only tensors and warns about read-only memory.
         payload = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
         rows = self._rows(payload)
-        if not all(self._finite(rows[start:stop]) for start, stop in _chunks(blocks)):
+        if not all(self._finite(rows[start:stop]) for start, stop in self._chunks(blocks)):
             return False
         values.copy_(self.decode(payload)[: len(values)])
         return True
@@ -181,6 +198,10 @@ class Codec(ABC):
     @abstractmethod
     def _finite(self, rows: Tensor) -> bool:
         """Whether uint8 [b, block_bytes] decodes to finite values only."""
+
+    def _chunks(self, blocks: int) -> Iterator[tuple[int, int]]:
+        for start in range(0, blocks, self.chunk_blocks):
+            yield start, min(start + self.chunk_blocks, blocks)
 
     def _rows(self, payload: Tensor) -> Tensor:
         if payload.dtype != torch.uint8 or payload.dim() != 1:
@@ -242,11 +263,6 @@ def absmax(values: Tensor, scratch: Tensor | None = None) -> Tensor:
     if not bool(torch.isfinite(most).all()):
         raise ValueError(NOT_FINITE)
     return most
-
-
-def _chunks(blocks: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, blocks, CHUNK_BLOCKS):
-        yield start, min(start + CHUNK_BLOCKS, blocks)
 
 
 def must_fit(out: Tensor, dtype: torch.dtype, numel: int) -> None:

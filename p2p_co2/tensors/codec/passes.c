@@ -1,5 +1,5 @@
-/* One pass over values where torch's operations need many: fp16, int8, int4 and e3m0, the weighted mean, the
-   outer step.
+/* One pass over values where torch's operations need many: fp16, int8, int4, e3m0, sign and q2, the weighted
+   mean, the outer step.
 
    passes.py says when it is used and what holds. Built with the package where there is a C compiler: plain C11,
    nothing of Python's, every product and sum rounded by itself (no target here has fused operations), so the
@@ -10,7 +10,7 @@
 #include <string.h>
 
 #define BLOCK 128
-enum codec { FP16 = 0, INT8 = 1, INT4 = 2, E3M0 = 3 };
+enum codec { FP16 = 0, INT8 = 1, INT4 = 2, E3M0 = 3, SIGN = 4, Q2 = 5 };
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
@@ -29,9 +29,12 @@ enum codec { FP16 = 0, INT8 = 1, INT4 = 2, E3M0 = 3 };
 #define LARGEST_INT4_SCALE 8188.0f /* this and the next are fourbit.py's */
 #define INT4_ROUNDER (0x1.8p23f + 8.0f)
 #define SMALLEST_HALF 0x1p-24f
-/* From this many blocks on (16 MiB of values) the result does not stay in a cache anyway: it goes past the
+#define PLANE 64 /* a bit of each of the 512 values of a block of sign or q2, in 64 vectors */
+#define LONG 1.25f /* this and the next are bitplanes.py's */
+#define MOST_LONG 358
+/* From this many vectors on (16 MiB of values) the result does not stay in a cache anyway: it goes past the
    caches to memory, which spares reading each line before it is written. */
-#define STREAMED_BLOCKS 32768
+#define STREAMED_EIGHTS (1 << 19)
 
 INLINE __m256i magnitude_bits(__m256 values) {
     return _mm256_and_si256(_mm256_castps_si256(values), _mm256_set1_epi32(0x7fffffff));
@@ -55,7 +58,7 @@ INLINE __m256 clamped(__m256 values, float least, float most) {
     return _mm256_min_ps(_mm256_set1_ps(most), _mm256_max_ps(_mm256_set1_ps(least), values));
 }
 
-/* ---- one block, its 128 values in 16 vectors */
+/* ---- one block, its 128 or 512 values in 16 or 64 vectors */
 
 /* Whether all that the block's bytes decode to is finite. */
 INLINE int decode_half(const uint8_t *row, __m256 *values) {
@@ -125,15 +128,48 @@ INLINE int decode_e3m0(const uint8_t *row, __m256 *values, int32_t limit_bits) {
     return bits >= 0 && bits <= limit_bits;
 }
 
+/* The bits of 8 values, from bit `at` of the word on, as the signs of their lanes. */
+INLINE __m256i lanes_of(uint32_t word, int at) {
+    const __m256i lifts = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+    return _mm256_sllv_epi32(_mm256_set1_epi32((int32_t)(word >> at)), lifts);
+}
+
+INLINE int decode_planes(int codec, const uint8_t *row, __m256 *values, int32_t limit_bits) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    uint32_t signs, longs;
+    int32_t bits;
+    memcpy(&bits, row + (codec == Q2 ? 2 * PLANE : PLANE), sizeof bits);
+    const float scale = float_of(bits);
+    const __m256 one = _mm256_set1_ps(codec == Q2 ? 3.0f * scale : scale), ten = _mm256_set1_ps(10.0f * scale);
+    for (int i = 0; i < PLANE; i += 4) {
+        memcpy(&signs, row + i, sizeof signs);
+        memcpy(&longs, row + (codec == Q2 ? PLANE : 0) + i, sizeof longs);
+        for (int j = 0; j < 4; j++) {
+            const __m256 negative = _mm256_and_ps(_mm256_castsi256_ps(lanes_of(signs, 8 * j)), sign);
+            const __m256 is_long = _mm256_castsi256_ps(lanes_of(longs, 8 * j));
+            values[i + j] = _mm256_xor_ps(codec == Q2 ? _mm256_blendv_ps(one, ten, is_long) : one, negative);
+        }
+    }
+    return bits >= 0 && bits <= limit_bits;
+}
+
+INLINE int eights_of(int codec) {
+    return codec >= SIGN ? PLANE : EIGHTS;
+}
+
 INLINE ptrdiff_t width_of(int codec) {
-    return codec == FP16 ? 2 * BLOCK : codec == INT8 ? INT8_BYTES : FOURBIT_BYTES;
+    return codec == FP16   ? 2 * BLOCK
+           : codec == INT8 ? INT8_BYTES
+           : codec == Q2   ? 2 * PLANE + 4
+                           : FOURBIT_BYTES; /* sign's, too */
 }
 
 INLINE int decode_block(int codec, const uint8_t *row, __m256 *values, int32_t limit_bits) {
     return codec == FP16   ? decode_half(row, values)
            : codec == INT8 ? decode_int8(row, values, limit_bits)
            : codec == INT4 ? decode_int4(row, values)
-                           : decode_e3m0(row, values, limit_bits);
+           : codec == E3M0 ? decode_e3m0(row, values, limit_bits)
+                           : decode_planes(codec, row, values, limit_bits);
 }
 
 INLINE void encode_half(const __m256 *values, uint8_t *row) {
@@ -237,10 +273,68 @@ INLINE void encode_e3m0(const __m256 *values, uint8_t *row, int32_t most_bits) {
     memcpy(row + BLOCK / 2, &scale, sizeof scale);
 }
 
+INLINE __m256 shares_of(__m256 values) {
+    return _mm256_mul_ps(_mm256_castsi256_ps(magnitude_bits(values)), _mm256_set1_ps(0x1p-9f));
+}
+
+/* The sum of 512 values, half of them added to the other half until one is left. */
+INLINE float folded(__m256 *parts) {
+    for (int half = PLANE / 2; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            parts[i] = _mm256_add_ps(parts[i], parts[i + half]);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(parts[0]), _mm256_extractf128_ps(parts[0], 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+
+INLINE void pack_signs(const __m256 *values, uint8_t *plane) {
+    for (int i = 0; i < PLANE; i++)
+        plane[i] = (uint8_t)_mm256_movemask_ps(values[i]);
+}
+
+INLINE float q2_scale_of(const __m256 *values, float mean, uint8_t *plane, int32_t limit_bits) {
+    const __m256 bound = _mm256_set1_ps(mean * LONG);
+    __m256 is_long[PLANE], parts[PLANE];
+    __m256i count = _mm256_setzero_si256();
+    for (int i = 0; i < PLANE; i++) {
+        is_long[i] = _mm256_cmp_ps(_mm256_castsi256_ps(magnitude_bits(values[i])), bound, _CMP_GT_OQ);
+        parts[i] = _mm256_and_ps(shares_of(values[i]), is_long[i]);
+        count = _mm256_sub_epi32(count, _mm256_castps_si256(is_long[i]));
+    }
+    int32_t eight[8], longs = 0;
+    _mm256_storeu_si256((__m256i *)eight, count);
+    for (int i = 0; i < 8; i++)
+        longs += eight[i];
+    if (longs > MOST_LONG) {
+        longs = 0;
+        for (int i = 0; i < PLANE; i++)
+            is_long[i] = parts[i] = _mm256_setzero_ps();
+    }
+    pack_signs(is_long, plane);
+    const double squares = longs * (91.0 / 512.0) + 9.0;
+    const float scale = (float)((mean * 3.0 + folded(parts) * 7.0) / squares);
+    int32_t bits;
+    memcpy(&bits, &scale, sizeof bits);
+    bits = (bits + 0x8000) & ~0xffff;
+    return float_of(bits < limit_bits ? bits : limit_bits);
+}
+
+INLINE void encode_planes(int codec, const __m256 *values, uint8_t *row, int32_t limit_bits) {
+    __m256 parts[PLANE];
+    for (int i = 0; i < PLANE; i++)
+        parts[i] = shares_of(values[i]);
+    float scale = folded(parts);
+    pack_signs(values, row);
+    if (codec == Q2)
+        scale = q2_scale_of(values, scale, row + PLANE, limit_bits);
+    scale = scale < SMALLEST ? 0.0f : scale;
+    memcpy(row + (codec == Q2 ? 2 * PLANE : PLANE), &scale, sizeof scale);
+}
+
 /* Whether the values are finite; if not, nothing is written. */
 INLINE int encode_block(int codec, const __m256 *values, uint8_t *row, int32_t limit_bits) {
     __m256i bits = _mm256_setzero_si256();
-    for (int i = 0; i < EIGHTS; i++)
+    for (int i = 0; i < eights_of(codec); i++)
         bits = _mm256_max_epi32(bits, magnitude_bits(values[i]));
     const int32_t most_bits = largest_of(bits);
     if (most_bits > LARGEST_BITS)
@@ -251,8 +345,10 @@ INLINE int encode_block(int codec, const __m256 *values, uint8_t *row, int32_t l
         encode_int8(values, row, most_bits, limit_bits);
     else if (codec == INT4)
         encode_int4(values, row, most_bits);
-    else
+    else if (codec == E3M0)
         encode_e3m0(values, row, most_bits);
+    else
+        encode_planes(codec, values, row, limit_bits);
     return 1;
 }
 
@@ -277,48 +373,63 @@ INLINE double total_of(__m256d sum) {
     case FP16: return work(FP16, __VA_ARGS__);                                                                \
     case INT8: return work(INT8, __VA_ARGS__);                                                                \
     case INT4: return work(INT4, __VA_ARGS__);                                                                \
-    default: return work(E3M0, __VA_ARGS__);                                                                  \
+    case E3M0: return work(E3M0, __VA_ARGS__);                                                                \
+    case SIGN: return work(SIGN, __VA_ARGS__);                                                                \
+    default: return work(Q2, __VA_ARGS__);                                                                    \
     }
 
-/* Encode `blocks` blocks of `base - values` (of `values` where `base` is null). `wanted`, if not null, takes
-   what was encoded. Returns the number of blocks done: less than `blocks` if the next one is not finite. */
-INLINE ptrdiff_t encode(int codec, const float *base, const float *values, ptrdiff_t blocks, float *wanted,
-                        uint8_t *rows, int32_t limit_bits) {
+/* Encode `blocks` blocks of `base - values + residual * decay`: of `values` where `base` is null, and without
+   the residual where that is. `wanted`, if not null, takes what was encoded, `lost` what of it is not decoded
+   again. Returns the number of blocks done: less than `blocks` if the next one is not finite. */
+INLINE ptrdiff_t encode(int codec, const float *base, const float *values, const float *residual, float *wanted,
+                        float *lost, float decay, ptrdiff_t blocks, uint8_t *rows, int32_t limit_bits) {
     const ptrdiff_t width = width_of(codec);
+    const int eights = eights_of(codec);
+    const __m256 decays = _mm256_set1_ps(decay);
     ptrdiff_t block;
     for (block = 0; block < blocks; block++) {
-        __m256 mine[EIGHTS];
-        for (int i = 0; i < EIGHTS; i++) {
-            const ptrdiff_t at = block * BLOCK + 8 * i;
+        __m256 mine[PLANE], back[PLANE];
+        uint8_t *row = rows + block * width;
+        for (int i = 0; i < eights; i++) {
+            const ptrdiff_t at = 8 * (block * eights + i);
             mine[i] = _mm256_loadu_ps(values + at);
             if (base)
                 mine[i] = _mm256_sub_ps(_mm256_loadu_ps(base + at), mine[i]);
+            if (residual)
+                mine[i] = _mm256_add_ps(mine[i], _mm256_mul_ps(_mm256_loadu_ps(residual + at), decays));
             if (wanted)
                 _mm256_storeu_ps(wanted + at, mine[i]);
         }
-        if (!encode_block(codec, mine, rows + block * width, limit_bits))
+        if (!encode_block(codec, mine, row, limit_bits))
             break;
+        if (lost) {
+            decode_block(codec, row, back, limit_bits);
+            for (int i = 0; i < eights; i++)
+                _mm256_storeu_ps(lost + 8 * (block * eights + i), _mm256_sub_ps(mine[i], back[i]));
+        }
     }
     return block;
 }
 
-VECTORS ptrdiff_t encode_rows(int codec, const float *base, const float *values, ptrdiff_t blocks,
-                              float *wanted, uint8_t *rows, int32_t limit_bits) {
-    OF_CODEC(encode, base, values, blocks, wanted, rows, limit_bits)
+VECTORS ptrdiff_t encode_rows(int codec, const float *base, const float *values, const float *residual,
+                              float *wanted, float *lost, float decay, ptrdiff_t blocks, uint8_t *rows,
+                              int32_t limit_bits) {
+    OF_CODEC(encode, base, values, residual, wanted, lost, decay, blocks, rows, limit_bits)
 }
 
 INLINE ptrdiff_t decode(int codec, const uint8_t *rows, ptrdiff_t blocks, float *values, int32_t limit_bits) {
     const ptrdiff_t width = width_of(codec);
-    const int streamed = blocks >= STREAMED_BLOCKS && ((uintptr_t)values & 31) == 0;
+    const int eights = eights_of(codec);
+    const int streamed = blocks * eights >= STREAMED_EIGHTS && ((uintptr_t)values & 31) == 0;
     ptrdiff_t sound = 0;
     for (ptrdiff_t block = 0; block < blocks; block++) {
-        __m256 back[EIGHTS];
+        __m256 back[PLANE];
         sound += decode_block(codec, rows + block * width, back, limit_bits);
-        for (int i = 0; i < EIGHTS; i++) {
+        for (int i = 0; i < eights; i++) {
             if (streamed)
-                _mm256_stream_ps(values + block * BLOCK + 8 * i, back[i]);
+                _mm256_stream_ps(values + 8 * (block * eights + i), back[i]);
             else
-                _mm256_storeu_ps(values + block * BLOCK + 8 * i, back[i]);
+                _mm256_storeu_ps(values + 8 * (block * eights + i), back[i]);
         }
     }
     if (streamed)
@@ -335,18 +446,19 @@ VECTORS ptrdiff_t decode_blocks(int codec, const uint8_t *rows, ptrdiff_t blocks
 INLINE ptrdiff_t mean(int codec, const uint8_t *const *slices, const float *shares, ptrdiff_t count,
                       ptrdiff_t blocks, uint8_t *rows, int32_t limit_bits) {
     const ptrdiff_t width = width_of(codec);
+    const int eights = eights_of(codec);
     for (ptrdiff_t block = 0; block < blocks; block++) {
-        __m256 sum[EIGHTS] = {_mm256_setzero_ps()}, one[EIGHTS];
+        __m256 sum[PLANE] = {_mm256_setzero_ps()}, one[PLANE];
         for (ptrdiff_t slice = 0; slice < count; slice++) {
             const __m256 share = _mm256_set1_ps(shares[slice]);
             if (!decode_block(codec, slices[slice] + block * width, one, limit_bits))
                 return slice;
-            for (int i = 0; i < EIGHTS; i++) {
+            for (int i = 0; i < eights; i++) {
                 const __m256 part = _mm256_mul_ps(one[i], share);
                 sum[i] = slice ? _mm256_add_ps(sum[i], part) : part;
             }
         }
-        for (int i = 0; i < EIGHTS; i++)
+        for (int i = 0; i < eights; i++)
             sum[i] = clamped(sum[i], -LARGEST, LARGEST);
         encode_block(codec, sum, rows + block * width, limit_bits);
     }
@@ -494,7 +606,7 @@ VECTORS int32_t take_change(float *change, const float *params, ptrdiff_t count,
 int codecs_in_passes(void) {
     unsigned a, b, c, d; /* older compilers cannot be asked for F16C */
     const int fits = __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
-    return fits ? E3M0 + 1 : 0;
+    return fits ? Q2 + 1 : 0;
 }
 #else
 int codecs_in_passes(void) { return 0; }

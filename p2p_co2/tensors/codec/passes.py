@@ -1,5 +1,5 @@
-"""One pass over values where torch's operations need many (``passes.c``): fp16, int8, int4 and e3m0, the
-weighted mean, the outer step.
+"""One pass over values where torch's operations need many (``passes.c``): fp16, int8, int4, e3m0, sign
+and q2, the weighted mean, the outer step.
 
 What a round costs on a CPU is passes over memory. In torch an int8 encode is fifteen of them, a mean of four
 slices eighteen. And each of torch's operations takes the interpreter's lock anew, for which it waits while
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from p2p_co2.system.memory import Buffer
 
-FP16, INT8, INT4, E3M0 = range(4)
+FP16, INT8, INT4, E3M0, SIGN, Q2 = range(6)
 MOST_SQUARES = 1 << 26
 """Of that many integers of 18 bits the sum of squares fits 64 bits, whatever the vectors."""
 _POINTER = ctypes.c_void_p
@@ -60,13 +60,13 @@ class Passes:
         """Raises ``OSError`` if the library does not load, the processor cannot run it, or it is of another
         version. Raises ``AttributeError`` if it is another library."""
         native = ctypes.CDLL(str(library))
-        if native.codecs_in_passes() != E3M0 + 1:
+        if native.codecs_in_passes() != Q2 + 1:
             raise OSError("this processor has no AVX2 or no F16C, or the library is of another version")
         number = ctypes.c_float
         bits = ctypes.c_int32
         whole = ctypes.c_int
         self.encode = _function(
-            native.encode_rows, _SIZE, whole, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, bits
+            native.encode_rows, _SIZE, whole, *[_POINTER] * 5, number, _SIZE, _POINTER, bits
         )
         self.decode = _function(native.decode_blocks, _SIZE, whole, _POINTER, _SIZE, _POINTER, bits)
         self.mean = _function(
@@ -118,23 +118,18 @@ class Passes:
 
 
 class CodecPasses(NamedTuple):
-    """What a codec does in one pass. ``limit_bits``: the largest scale of int8 or e3m0 as the bits of an
-    fp32."""
+    """What a codec does in one pass. ``limit_bits``: its largest scale as the bits of an fp32, but for
+    int4."""
 
     kernel: Passes
     codec: int
     limit_bits: int
 
-    def encode(
-        self, base: Tensor | None, values: Tensor, wanted: Tensor | None, rows: Tensor, blocks: int
-    ) -> int:
-        """Encode ``base - values`` (``values`` without a base), fp32 [blocks * 128], into ``rows``, uint8;
-        ``wanted`` takes what was encoded. How many blocks were done: fewer than ``blocks`` if the next one is
-        not finite."""
-        done: int = self.kernel.encode(
-            self.codec, None if base is None else base.data_ptr(), values.data_ptr(), blocks,
-            None if wanted is None else wanted.data_ptr(), rows.data_ptr(), self.limit_bits,
-        )  # fmt: skip
+    def encode(self, given: Sequence[Tensor | None], decay: float, rows: Tensor, blocks: int) -> int:
+        """Encode whole ``blocks`` into ``rows``, uint8. ``given``: base, values, residual, wanted and lost,
+        as ``Codec.encode`` has them. How many were done: fewer if the next one is not finite."""
+        places = (None if one is None else one.data_ptr() for one in given)
+        done: int = self.kernel.encode(self.codec, *places, decay, blocks, rows.data_ptr(), self.limit_bits)
         return done
 
     def decode(self, payload: Buffer | Tensor, values: Tensor, blocks: int) -> int:

@@ -208,8 +208,7 @@ class FragmentState:
         codec = self._codec
         size = self.numel
         payload = large_tensor(codec.payload_bytes(size), torch.uint8)
-        most = codec.blocks(min(PIECE_VALUES, size)) * codec.block_values
-        scratch = torch.empty(most, dtype=torch.float32, device="cpu")
+        scratch = torch.empty(min(PIECE_VALUES, size), dtype=torch.float32, device="cpu")
         decay = self._run.codec.error_feedback_decay
         for at in pieces(size):
             first = at.start // codec.block_values
@@ -219,16 +218,14 @@ class FragmentState:
             if self.departure.offset:
                 origin = origin + added(self.departure.offset, at)
             values = scratch[: at.stop - at.start]
-            if self.residual is None:
-                wanted = values if room is not None or lost is not None else None
-                codec.encode(snapshot[at], rows, base=origin, wanted=wanted)
-            else:
-                torch.sub(origin, snapshot[at], out=values).add_(self.residual[at].mul_(decay))
-                codec.encode(values, rows)
-            if room is not None:
-                room.set_(at, values)
-            if lost is not None:
-                lost.set_(at, values.sub_(codec.decode(rows)[: len(values)]))
+            codec.encode(
+                snapshot[at], rows, base=origin, decay=decay,
+                residual=None if self.residual is None else self.residual[at],
+                wanted=None if room is None else values, lost=None if lost is None else values,
+            )  # fmt: skip
+            for kept in (room, lost):
+                if kept is not None:
+                    kept.set_(at, values)
         return payload
 
     def _boundary_merge(self, snapshot: Tensor, fresh: Encoded) -> Merge:
