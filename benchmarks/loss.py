@@ -62,15 +62,11 @@ VOCAB, CONTEXT, WIDTH, HEADS, LAYERS = 256, 64, 128, 4, 2
 PEAK_LR, FLOOR, WARMUP_STEPS = 2e-3, 0.1, 45
 HELD_OUT_WINDOWS = 512
 
+_ATTENTION = (("qkv", 3 * WIDTH), ("out", WIDTH))
 # Fragments are contiguous in the flat vector: embeddings and head, all attention, and one MLP per block.
 FRAGMENTS: tuple[tuple[tuple[str, int, int], ...], ...] = (
     (("wte", VOCAB, WIDTH), ("wpe", CONTEXT, WIDTH), ("smear", 1, WIDTH), ("head", WIDTH, VOCAB)),
-    (
-        ("qkv0", WIDTH, 3 * WIDTH),
-        ("out0", WIDTH, WIDTH),
-        ("qkv1", WIDTH, 3 * WIDTH),
-        ("out1", WIDTH, WIDTH),
-    ),
+    tuple((f"{name}{layer}", WIDTH, size) for layer in (0, 1) for name, size in _ATTENTION),
     (("up0", WIDTH, 4 * WIDTH), ("down0", 4 * WIDTH, WIDTH)),
     (("up1", WIDTH, 4 * WIDTH), ("down1", 4 * WIDTH, WIDTH)),
 )
@@ -276,11 +272,8 @@ def variant_cases() -> list[Case]:
         cases += [replace(base, name=f"{kind}H {every}", every=every) for every in (10, 100, 300)]
     cases += [replace(DEFAULT, name="delay 1", delay=1), replace(DEFAULT, name="no clip", clip="none")]
     cases.append(replace(DEFAULT, name="fp32", codec="fp32"))
-    for optimizer, peak in (
-        ("adamw", 1e-3),
-        ("adamw", 4e-3),
-        *(("muon", peak) for peak in (2e-3, 4e-3, 8e-3)),
-    ):
+    peaks = {"adamw": (1e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3)}
+    for optimizer, peak in ((name, peak) for name, each in peaks.items() for peak in each):
         cases += _three(f"{optimizer} {peak:g}", optimizer=optimizer, peak=peak)
     for windows in (4, 8):
         cases += _three(f"batch {windows}", windows=windows)
@@ -515,11 +508,10 @@ def efficiency_table(losses: Losses, rounds: int) -> str:
     curve = {
         length: statistics.mean(seeds.values()) for (name, length), seeds in losses.items() if name == "lone"
     }
-    lines = [
-        "| peers | swarm: loss | data-parallel: loss | a lone peer, as many tokens: loss | swarm against "
-        "data-parallel | swarm is worth | data-parallel is worth | seeds |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = _head(
+        "peers | swarm: loss | data-parallel: loss | a lone peer, as many tokens: loss | swarm against "
+        "data-parallel | swarm is worth | data-parallel is worth | seeds"
+    )
     for peers in SIZES:
         swarm = losses.get((f"swarm of {peers}", rounds))
         if swarm is None:
@@ -537,11 +529,15 @@ def efficiency_table(losses: Losses, rounds: int) -> str:
 def variants_table(losses: Losses, rounds: int) -> str:
     """Markdown, one line a variant: its loss, and against 4 peers with the defaults."""
     base = losses.get((DEFAULT.name, rounds), {})
-    lines = ["| 4 peers | loss | against the default | seeds |", "|---|---|---|---|"]
+    lines = _head("4 peers | loss | against the default | seeds")
     for case in [DEFAULT, *variant_cases()]:
         if seeds := losses.get((case.name, rounds)):
             lines.append(f"| {case.name} | {_mean(seeds)} | {against(seeds, base)} | {len(seeds)} |")
     return "\n".join(lines)
+
+
+def _head(titles: str) -> list[str]:
+    return [f"| {titles} |", "|---" * len(titles.split("|")) + "|"]
 
 
 def _mean(seeds: Mapping[int, float]) -> str:
@@ -562,10 +558,7 @@ def rules_table(losses: Losses, rounds: int) -> str:
     """Markdown, one line a rule and delay: median over seeds, half the spread, and against synchronous
     DiLoCo."""
     base = losses.get((BASE.name, rounds), {})
-    lines = [
-        "| case | outer lr, momentum | codec | seeds | loss | ± | against DiLoCo |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = _head("case | outer lr, momentum | codec | seeds | loss | ± | against DiLoCo")
     for case in rule_cases():
         if not (seeds := losses.get((case.name, rounds))):
             continue
