@@ -36,13 +36,12 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # bitsandbytes' CPU kernels ask OpenMP, before torch is told
 
 import psutil
 import torch
-from common import Bench, Figures, Worker, bench, command, joined, medians, note, parser_of, run, say
+from common import Bench, Clocks, Figures, Worker, bench, command, joined, medians, note, parser_of, run, say
 from rivals import HIVEMIND, PEERS
 
 from p2p_co2.codec_specs import SPECS
@@ -225,36 +224,13 @@ def _run_config(codec: str) -> RunConfig:
     )  # fmt: skip
 
 
-class Clocks:
-    """Put around methods of the product: when each last began and ended, and its thread's CPU seconds."""
-
-    def __init__(self) -> None:
-        self.began_at: dict[str, float] = {}
-        self.ended_at: dict[str, float] = {}
-        self.cpu_s: dict[str, float] = {}
-
-    def put_on(self, owner: Any, name: str) -> None:
-        function: Callable[..., Any] = getattr(owner, name)
-
-        def call(*arguments: Any, **settings: Any) -> Any:
-            self.began_at[name], began_s = time.monotonic(), time.thread_time()
-            result = function(*arguments, **settings)
-            self.ended_at[name] = time.monotonic()
-            self.cpu_s[name] = self.cpu_s.get(name, 0.0) + time.thread_time() - began_s
-            return result
-
-        setattr(owner, name, call)
-
-
 def _peer(codec: str, values: str, carrier: str, index: str, place: str) -> None:
-    clocks = Clocks()
-    for owner, name in (
+    clocks = Clocks(
         (fragment_state.FragmentState, "offer"),  # encodes
         (Exchange, "start"),  # the group is known
         (Encoded, "largest"),  # the agreed mean is decoded, before its step is taken
         (outer, "step"), (Keep, "merge"), (LiveParameters, "merge_"), (worker, "state_chunk_digests"),
-    ):  # fmt: skip
-        clocks.put_on(owner, name)
+    )  # fmt: skip
     tensors = [torch.nn.Parameter(torch.zeros(int(values))) for _ in range(TENSORS)]
     model, optimizer = torch.nn.ParameterList(tensors), torch.optim.SGD(tensors, lr=1.0)
     counted, sent = [0], [0]
@@ -276,23 +252,22 @@ def _peer(codec: str, values: str, carrier: str, index: str, place: str) -> None
                 for tensor, noise in zip(tensors, noise_of(turn, int(index), int(values)), strict=True):
                     tensor.sub_(noise)
             counted[0], sent[0] = 0, view.traffic_bytes()[0]
-            clocks.cpu_s.clear()
+            clocks.clear()
             say({"prepared": True})
             sys.stdin.readline()
             peer.step(tokens=1, loss=0.0)
             digest = peer._ledger.agreed()[0].digest.hex()  # waits for it
             say({
-                "group": counted[0], "grouped_at": clocks.began_at["start"],
-                "averaged_at": clocks.ended_at["largest"], "ended_at": time.monotonic(),
-                "encode_s": clocks.ended_at["offer"] - clocks.began_at["offer"],
-                "sent_bytes": view.traffic_bytes()[0] - sent[0],
+                "group": counted[0], "grouped_at": clocks["start"].began_at,
+                "averaged_at": clocks["largest"].ended_at, "ended_at": time.monotonic(),
+                "encode_s": clocks["offer"].took_s, "sent_bytes": view.traffic_bytes()[0] - sent[0],
             })  # fmt: skip
             sys.stdin.readline()
             # The first outer step (heavy ball or Nesterov) from a zero momentum is a multiple of the mean.
             rule = peer.run.outer
             factor = -rule.lr * (1.0 + rule.momentum * rule.nesterov)
             error = 0.0 if turn else rms_error([tensor.detach() for tensor in tensors], turn, factor)
-            more_cpu_s = sum(clocks.cpu_s.get(name, 0.0) for name in NOT_AVERAGING)
+            more_cpu_s = sum(clocks[name].cpu_s for name in NOT_AVERAGING)
             say({"more_cpu_s": more_cpu_s, "digest": digest, "error": error})
         peer.stop()
         peer.leave("the benchmark is over")

@@ -17,8 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.telemetry.events import Event, Progress
 from p2p_co2.telemetry.journal import Journal, Tail
 from p2p_co2.trainer import Peer, connect
-from tests.campaign import ROOT, START_S, Campaign
+from tests.campaign import ROOT, Campaign
 
 Figures = dict[str, Any]
 Command = Callable[[argparse.Namespace], Figures]
@@ -66,12 +68,12 @@ def command(commands: Any, name: str, run_it: Command, **options: tuple[Any, str
     return made
 
 
-def run(parser: argparse.ArgumentParser, workers: Mapping[str, Callable[..., None]] | None = None) -> None:
+def run(parser: argparse.ArgumentParser, workers: Mapping[str, Callable[..., None]] | None = None) -> Figures:
     """Do what the command line asks, as a worker or as the benchmark, and print the answer."""
     torch.set_num_threads(1)
     if sys.argv[1:2] == ["--worker"]:
         (workers or {})[sys.argv[2]](*sys.argv[3:])
-        return
+        return {}
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process outlives us
     began_at = time.monotonic()
@@ -83,6 +85,7 @@ def run(parser: argparse.ArgumentParser, workers: Mapping[str, Callable[..., Non
     answer = options.run_it(options)
     facts |= {"load_after": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - began_at, 1)}
     print(json.dumps(facts | answer, indent=2, default=str))
+    return answer
 
 
 def note(*words: object) -> None:
@@ -134,14 +137,44 @@ def peak_bytes() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
-def tokens_at(progress: Sequence[Progress], at: float) -> float:
-    """A peer's tokens at a moment, between the two reports around it."""
-    after = next((event for event in progress if event.at >= at), progress[-1])
-    before = next((event for event in reversed(progress) if event.at < at), progress[0])
-    if after.at <= before.at:
-        return float(after.tokens)
-    share = min(1.0, (at - before.at) / (after.at - before.at))
-    return before.tokens + share * (after.tokens - before.tokens)
+@dataclass
+class Clock:
+    """Of a function: when its last call began and ended; of all calls the seconds, those of its thread's
+    processor, and how many values the first tensor had that it was given, and where that lay."""
+
+    began_at: float = 0.0
+    ended_at: float = 0.0
+    took_s: float = 0.0
+    cpu_s: float = 0.0
+    calls: int = 0
+    values: int = 0
+    device: str = ""
+
+
+class Clocks(defaultdict[str, Clock]):
+    """Put around functions of the product (owner, name); a clock by each name. ``clear`` begins anew."""
+
+    def __init__(self, *around: tuple[Any, str]) -> None:
+        super().__init__(Clock)
+        for owner, name in around:
+            self._put_on(owner, name)
+
+    def _put_on(self, owner: Any, name: str) -> None:
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def call(*arguments: Any, **settings: Any) -> Any:
+            given = next((one for one in arguments if isinstance(one, torch.Tensor)), None)
+            began_at, began_s = time.monotonic(), time.thread_time()
+            self[name].began_at = began_at
+            result = function(*arguments, **settings)
+            clock, clock_at = self[name], time.monotonic()
+            clock.ended_at, clock.took_s = clock_at, clock.took_s + clock_at - began_at
+            clock.cpu_s, clock.calls = clock.cpu_s + time.thread_time() - began_s, clock.calls + 1
+            if given is not None:
+                clock.values, clock.device = clock.values + given.numel(), str(given.device)
+            return result
+
+        setattr(owner, name, call)
 
 
 # ---- workers
@@ -178,19 +211,17 @@ class Worker:
                 return answer
         raise SystemExit(f"a worker ended with {self.process.wait()}: {self.process.args!r}")
 
-    def release(self) -> None:
-        """Let it go on to its end."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-
     def close(self) -> None:
         """End it: kindly if it ends within a bound."""
-        self.release()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
         try:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+        self.process.stdout.close()
 
     def __enter__(self) -> Worker:
         return self
@@ -221,9 +252,21 @@ class Bench(Campaign):
         lines = child.log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.startswith(begin) and line.endswith("\n")]
 
-    def wait_for_answers(self, child: Child, count: int = 1, timeout_s: float = START_S) -> list[Figures]:
-        self.wait_until(f"{count} answers of {child.name}", lambda: len(self.said(child)) >= count, timeout_s)
-        return self.said(child)
+    def first_answer(self, child: Child) -> Figures:
+        self.wait_until(f"an answer of {child.name}", lambda: bool(self.said(child)))
+        return self.said(child)[0]
+
+    def tokens_per_s(self, name: str, since: float, until: float) -> float:
+        """Of a peer, between two moments: each lies between two of its reports."""
+        progress = self.events(name, Progress)
+
+        def tokens(at: float) -> float:
+            after = next((event for event in progress if event.at >= at), progress[-1])
+            before = next((event for event in reversed(progress) if event.at < at), progress[0])
+            share = min(1.0, (at - before.at) / (after.at - before.at)) if after.at > before.at else 1.0
+            return before.tokens + share * (after.tokens - before.tokens)
+
+        return (tokens(until) - tokens(since)) / (until - since)
 
     def all_events(self, name: str) -> list[Any]:
         """Each event of a peer so far."""

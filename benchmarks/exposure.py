@@ -1,21 +1,16 @@
 """What exchange, and what a slow peer, cost the training: with and without, in turn, in real swarms.
 
     python benchmarks/exposure.py phases [--layouts four two spare] [--phase-s 15] [--pairs 3]
-    python benchmarks/exposure.py phases --layouts open --device cuda --model layers=12 width=768 heads=12
     python benchmarks/exposure.py straggler [--cases compute link both] [--pairs 3] [--seconds 12]
 
 ``phases``: peers train the demo's model with the demo's settings (a round of 4 fragments each 5 s, int4,
 keep), one torch thread each. By wall clock and all together they alternate: "off" never calls ``peer.step``,
 so only heartbeats flow; "on" calls it after each inner step. The first round of a phase is left out. Layouts
 are held to the same two cores: ``four`` peers, as the demo. ``two``, a core each. ``spare``, two whose
-training shares one core, with all else on the other, as on a machine that has a core to spare. ``open``, two
-on all cores.
+training shares one core, with all else on the other, as on a machine that has a core to spare.
 
-- ``ratio``: inner steps per second on / off, all peers together, median of the pairs. ``quiet`` ones are
-  those that no other work disturbed. ``ratio_at_equal_cpu``: the same per CPU second of all the peers'
-  threads.
-- ``exposed_share``: wall time inside ``peer.step`` in "on" phases, the peer with most counting; on a GPU
-  ``exposed_s_share``, which leaves out the wait for queued steps, is the one to read.
+- ``ratio``: inner steps per second on / off, all peers together, median of the pairs.
+- ``exposed_share``: wall time inside ``peer.step`` in "on" phases, the peer with most counting.
 - ``cpu_s_per_s``: of a peer with its daemon; the difference of on and off is what exchange took.
   ``others_cpu_s_per_s``: not ours, on those cores; run again if it is not small.
 
@@ -34,43 +29,26 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import torch
-from common import (
-    Bench,
-    Figures,
-    bench,
-    command,
-    joined,
-    medians,
-    note,
-    parser_of,
-    rounded,
-    run,
-    say,
-    tokens_at,
-)
+from common import Bench, Figures, bench, command, joined, medians, note, parser_of, rounded, run, say
 
 from p2p_co2.config import OWN_LOOP, ClockConfig, CodecConfig, LimitsConfig, RunConfig
 from p2p_co2.recipes import load_recipe, recipe_digest
-from p2p_co2.telemetry.events import FragmentApplied, Progress, RoundCommitted, SendSkipped
+from p2p_co2.telemetry.events import Event, FragmentApplied, Progress, RoundCommitted, SendSkipped
 
-RECIPE, ROUND_S, FRAGMENTS, CORES, LEAD_S = "byte-gpt", 5.0, 4, 2, 1.0
+RECIPE, FRAGMENTS, CORES, LEAD_S = "byte-gpt", 4, 2, 1.0
 BARS = {"ratio": 0.95, "exposed_share": 0.01}
-QUIET = 0.1
-"""CPU seconds per second of others, above which a window counts as disturbed."""
 
 
 class Layout(NamedTuple):
     peers: int
     spare: bool = False
-    held: bool = True
-    """To ``CORES`` cores."""
 
 
-LAYOUTS = {"four": Layout(4), "two": Layout(2), "spare": Layout(2, spare=True), "open": Layout(2, held=False)}
+LAYOUTS = {"four": Layout(4), "two": Layout(2), "spare": Layout(2, spare=True)}
 
 
 class Timetable(NamedTuple):
@@ -80,11 +58,12 @@ class Timetable(NamedTuple):
     begin_at: float
     phase_s: float
     pairs: int
+    round_s: float
 
     def windows(self) -> list[tuple[bool, float, float]]:
         """(whether exchange is on, start, end) of each."""
         starts = [(turn % 2 == 1, self.begin_at + turn * self.phase_s) for turn in range(2 * self.pairs)]
-        return [(on, start + ROUND_S, start + self.phase_s) for on, start in starts]
+        return [(on, start + self.round_s, start + self.phase_s) for on, start in starts]
 
 
 # ---- phases: the parent
@@ -93,30 +72,27 @@ class Timetable(NamedTuple):
 def phases(options: argparse.Namespace) -> Figures:
     """Inner steps with and without exchange."""
     there = sorted(os.sched_getaffinity(0))
-    if len(there) < CORES or options.phase_s < 2 * ROUND_S:
-        raise SystemExit(f"this needs {CORES} cores and phases of at least {2 * ROUND_S} s")
+    if len(there) < CORES or options.phase_s < 2 * options.round_s:
+        raise SystemExit(f"this needs {CORES} cores and phases of at least {2 * options.round_s} s")
     answer: Figures = {"bars": BARS}
+    os.sched_setaffinity(0, there[:CORES])
     for name in options.layouts:
-        cores = there[:CORES] if LAYOUTS[name].held else there
-        os.sched_setaffinity(0, cores)
-        answer[name] = _phases_of(name, cores, options)
+        answer[name] = _phases_of(name, there[:CORES], options)
         note(name, answer[name])
     return answer
 
 
 def _phases_of(name: str, cores: Sequence[int], options: argparse.Namespace) -> Figures:
-    words = (word.partition("=") for word in options.model)
-    model: dict[str, Any] = {key: int(number) for key, _, number in words}
     settings = RunConfig(
-        name="exposure", recipe=RECIPE, recipe_options=model, recipe_digest=recipe_digest(RECIPE, model),
-        fragments=FRAGMENTS, clock=ClockConfig(mode="time", round_s=ROUND_S),
+        name="exposure", recipe=RECIPE, recipe_digest=recipe_digest(RECIPE, {}), fragments=FRAGMENTS,
+        clock=ClockConfig(mode="time", round_s=options.round_s),
     )  # fmt: skip
     with bench(settings) as swarm:
-        told = (swarm.folder, swarm.ticket, options.device, *options.model)
+        told = (swarm.folder, swarm.ticket)
         peers = [swarm.ask(__file__, "phases", name, index, *told) for index in range(LAYOUTS[name].peers)]
         for peer in peers:
             peer.answer()
-        table = Timetable(time.time() + LEAD_S, options.phase_s, options.pairs)
+        table = Timetable(time.time() + LEAD_S, options.phase_s, options.pairs, options.round_s)
         for peer in peers:
             peer.tell(" ".join(map(str, table)))
         others = [_others(cores, start, end) for _, start, end in table.windows()]
@@ -146,31 +122,18 @@ def _cpu_s(*others: psutil.Process) -> float:
 def _sum_up(peers: Sequence[Sequence[Figures]], others: Sequence[float]) -> Figures:
     """``peers``: the windows of each (off, on, off, ...); ``others``: foreign CPU per window."""
     rates = [[window["steps"] / window["wall_s"] for window in windows] for windows in peers]
-    pairs = _on_by_off([sum(together) for together in zip(*rates, strict=True)])
-    quiet = [pair for pair, *both in zip(pairs, others[::2], others[1::2], strict=True) if max(both) <= QUIET]
-    equal_cpu = _on_by_off([_steps_per_cpu_s(together) for together in zip(*peers, strict=True)])
+    together = [sum(each) for each in zip(*rates, strict=True)]
+    pairs = [on / off for off, on in zip(together[::2], together[1::2], strict=True)]
     off, on = ([w for windows in peers for w in windows[turn::2]] for turn in (0, 1))
     return {
         "ratio": round(statistics.median(pairs), 4),
         "ratio_of_pairs": rounded(pairs),
-        "ratio_of_quiet_pairs": round(statistics.median(quiet), 4) if quiet else None,
-        "ratio_at_equal_cpu": round(statistics.median(equal_cpu), 4),
         "exposed_share": round(max(_share(windows[1::2], "in_step_s") for windows in peers), 5),
-        "exposed_s_share": round(max(_share(windows[1::2], "exposed_s") for windows in peers), 5),
         "longest_step_call_ms": round(1e3 * max(w["longest_s"] for w in on), 1),
         "cpu_s_per_s": {"off": round(_share(off, "cpu_s"), 4), "on": round(_share(on, "cpu_s"), 4)},
         "others_cpu_s_per_s": {"off": rounded(others[::2]), "on": rounded(others[1::2])},
         "rounds": sum(w["rounds"] for w in on),
     }
-
-
-def _on_by_off(values: Sequence[float]) -> list[float]:
-    return [on / off for off, on in zip(values[::2], values[1::2], strict=True)]
-
-
-def _steps_per_cpu_s(windows: Sequence[Figures]) -> float:
-    """Of one window of all peers, with the CPU of all their threads and daemons."""
-    return float(sum(w["steps"] for w in windows) / sum(w["cpu_s"] for w in windows))
 
 
 def _share(windows: Sequence[Figures], key: str) -> float:
@@ -180,27 +143,22 @@ def _share(windows: Sequence[Figures], key: str) -> float:
 # ---- phases: a peer
 
 
-def _phases_peer(name: str, index: str, folder: str, ticket: str, device: str, *model: str) -> None:
+def _phases_peer(name: str, index: str, folder: str, ticket: str) -> None:
     layout, cores = LAYOUTS[name], sorted(os.sched_getaffinity(0))
     if layout.spare:  # threads and processes inherit it; then the training thread moves away
         os.sched_setaffinity(0, {cores[1]})
-    words = (word.partition("=") for word in model)
-    recipe = load_recipe(RECIPE, {key: int(number) for key, _, number in words}, RunConfig().seed)
-    net = recipe.model.to(device)
-    optimizer = recipe.optimizer(net.parameters())
-    batches, heard = recipe.batches(1 + int(index), recipe.default_batch), {"exposed_s": 0.0, "rounds": 0}
-    fresh = set(range(FRAGMENTS))
+    recipe = load_recipe(RECIPE, {}, RunConfig().seed)
+    net, optimizer = recipe.model, recipe.optimizer(recipe.model.parameters())
+    batches, fresh = recipe.batches(1 + int(index), recipe.default_batch), set(range(FRAGMENTS))
 
-    def hear(event: Any) -> None:
-        if isinstance(event, Progress):
-            heard["exposed_s"] = event.exposed_s
-        elif isinstance(event, RoundCommitted):
-            heard["rounds"] += 1
+    def hear(event: Event) -> None:
+        if isinstance(event, RoundCommitted):
+            count["rounds"] += 1
         elif isinstance(event, FragmentApplied):
             fresh.discard(event.fragment)
 
     place = Path(folder) / f"peer{index}"
-    count = {"steps": 0, "in_step_s": 0.0, "longest_s": 0.0}
+    count = {"steps": 0, "rounds": 0, "in_step_s": 0.0, "longest_s": 0.0}
     with joined(
         ticket, place, net, optimizer, hear, recipe.learning_rate, min_peers=layout.peers
     ) as peer:  # fmt: skip
@@ -224,25 +182,23 @@ def _phases_peer(name: str, index: str, folder: str, ticket: str, device: str, *
         while fresh:  # training waits for the first rounds by design
             step(True)
         say({"ready": True})
-        begin_at, phase_s, pairs = sys.stdin.readline().split()
-        windows = []
-        for on, start, end in Timetable(float(begin_at), float(phase_s), int(pairs)).windows():
+        begin_at, phase_s, pairs, round_s = sys.stdin.readline().split()
+        table, windows = Timetable(float(begin_at), float(phase_s), int(pairs), float(round_s)), []
+        for on, start, end in table.windows():
             while time.time() < start:
                 step(on)
             count["longest_s"] = 0.0
-            before = _reading(count, heard)
+            before = _reading(count)
             while time.time() < end:
                 step(on)
-            after = _reading(count, heard)
+            after = _reading(count)
             figures = {key: after[key] - before[key] for key in before}
             windows.append({**figures, "longest_s": count["longest_s"]})
     say({"windows": windows})
 
 
-def _reading(count: Mapping[str, float], heard: Mapping[str, float]) -> Figures:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # a step counts when it is computed
-    return {"wall_s": time.perf_counter(), **count, **heard, "cpu_s": _cpu_s(psutil.Process())}
+def _reading(count: Mapping[str, float]) -> Figures:
+    return {"wall_s": time.perf_counter(), **count, "cpu_s": _cpu_s(psutil.Process())}
 
 
 # ---- a slow peer
@@ -303,12 +259,12 @@ def _halves(
 
 
 def _figures(swarm: Bench, name: str, began_at: float, ended_at: float) -> dict[str, float]:
-    seconds, progress = ended_at - began_at, swarm.events(name, Progress)
+    seconds = ended_at - began_at
     applied = [event for event in swarm.events(name, FragmentApplied, began_at) if event.at < ended_at]
     rounds = [event for event in swarm.events(name, RoundCommitted, began_at) if event.at < ended_at]
     skipped = [event for event in swarm.events(name, SendSkipped, began_at) if event.at < ended_at]
     return {
-        "tokens_per_s": (tokens_at(progress, ended_at) - tokens_at(progress, began_at)) / seconds,
+        "tokens_per_s": swarm.tokens_per_s(name, began_at, ended_at),
         "rounds_per_min": 60 * len(rounds) / seconds,
         "sync_delay_s": statistics.mean([event.sync_delay_s for event in applied] or [0.0]),
         "skipped": float(len(skipped)),
@@ -342,11 +298,10 @@ def main() -> None:
     parser = parser_of(__doc__)
     commands = parser.add_subparsers(required=True)
     made = command(
-        commands, "phases", phases, device=("cpu", "all peers train on it"), pairs=(3, "of phases"),
-        phase_s=(15.0, "a round is left out of each"),
+        commands, "phases", phases, pairs=(3, "of phases"), phase_s=(15.0, "a round is left out of each"),
+        round_s=(5.0, "of four fragments"),
     )  # fmt: skip
     made.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=["four", "two", "spare"])
-    made.add_argument("--model", nargs="*", default=[], metavar="KEY=NUMBER", help="of byte-gpt: layers=8")
     made = command(
         commands, "straggler", straggler, pairs=(3, "of halves"), seconds=(12.0, "measured in each half"),
         settle_s=(3.0, "after a change"), step_s=(0.1, "of a fast peer"),

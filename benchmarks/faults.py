@@ -86,7 +86,7 @@ def _kills(swarm: Campaign, options: argparse.Namespace) -> Figures:
     while time.time() < kills_from + options.kill_s:
         next_at = time.time() + options.every_s
         peers = [child for child in swarm.running() if child.name != "seed"]
-        training = [child for child in peers if _trains(swarm, child)]
+        training = [child for child in peers if swarm.reports(child.name, 0.0, next_at)]
         if len(training) <= LEFT_ALIVE:
             peers = [child for child in peers if child not in training] or peers
         aimed = len(victims) % 2 == 1 and len(training) > LEFT_ALIVE
@@ -99,28 +99,19 @@ def _kills(swarm: Campaign, options: argparse.Namespace) -> Figures:
         time.sleep(max(0.0, next_at - time.time()))
     kills_until = time.time()
     survivors = [child for child in swarm.running() if child.name != "seed"]
-    hung = not swarm.wait(survivors, END_BOUND_S)
+    swarm.wait(survivors, END_BOUND_S)
     ends = [swarm.events(child.name, ev.PeerFinished)[-1] for child in survivors if not child.running()]
     names = [child.name for child in swarm.children if child.name != "seed"]
     return {
-        "peers": options.peers,
-        "carrier": options.carrier,
         "kills": len(victims),
-        "rounds_committed": len({key for name in names for key in _commits(swarm, name)}),
         "throughput": _throughput(swarm, names, (calm_from, kills_from), (kills_from, kills_until)),
         **_aborted(swarm, names, victims, kills_until),
-        "newcomer_alone": _newcomers(swarm, [alone]),
-        "newcomers": _newcomers(swarm, newcomers),
-        "survivors": len(survivors),
-        "hung": [child.name for child in survivors if child.running()] if hung else [],
+        "newcomer_alone": _newcomers(swarm, [alone]), "newcomers": _newcomers(swarm, newcomers),
+        "survivors": len(survivors), "hung": [child.name for child in survivors if child.running()],
         "died": [child.name for child in survivors if child.exit_status() not in (0, None)],
         "digests": len({(end.digest, end.versions) for end in ends}),
         "reasons_of_the_end": dict(Counter(end.reason for end in ends)),
-    }
-
-
-def _trains(swarm: Campaign, child: Child) -> bool:
-    return any(event.phase == "training" for event in swarm.events(child.name, ev.Progress))
+    }  # fmt: skip
 
 
 def _commits(swarm: Campaign, name: str) -> set[tuple[int, int]]:
@@ -131,30 +122,15 @@ def _throughput(
     swarm: Campaign, names: Sequence[str], calm: tuple[float, float], kills: tuple[float, float]
 ) -> Figures:
     rates, exposed = [], []
-    for since, until in (calm, kills):
-        done = [swarm.steps(name, since, until) for name in names]
-        rates.append(sum(steps for steps, _ in done) / sum(seconds for _, seconds in done))
-        exposed.append(_exposed_share(swarm, names, since, until))
+    for times in (calm, kills):
+        ends = [(own[0], own[-1]) for name in names if len(own := swarm.reports(name, *times)) > 1]
+        rates.append(sum(b.inner_steps - a.inner_steps for a, b in ends) / sum(b.at - a.at for a, b in ends))
+        exposed_s = sum(b.exposed_s - a.exposed_s for a, b in ends)
+        exposed.append(round(exposed_s / sum(b.wall_s - a.wall_s for a, b in ends), 4))
     return {
-        "ratio": against(rates[1] / rates[0], BAR_THROUGHPUT),
-        "calm_steps_per_s": round(rates[0], 3),
-        "kills_steps_per_s": round(rates[1], 3),
-        "exposed_share": [round(share, 4) for share in exposed],
-    }
-
-
-def _exposed_share(swarm: Campaign, names: Sequence[str], since: float, until: float) -> float:
-    exposed_s = wall_s = 0.0
-    for name in names:
-        reports = [
-            event
-            for event in swarm.events(name, ev.Progress, since)
-            if event.at <= until and event.phase == "training" and event.wall_s > 0
-        ]
-        if len(reports) > 1:
-            exposed_s += reports[-1].exposed_s - reports[0].exposed_s
-            wall_s += reports[-1].wall_s - reports[0].wall_s
-    return exposed_s / wall_s if wall_s else 0.0
+        "ratio": against(rates[1] / rates[0], BAR_THROUGHPUT), "calm_steps_per_s": round(rates[0], 3),
+        "kills_steps_per_s": round(rates[1], 3), "exposed_share": exposed,
+    }  # fmt: skip
 
 
 def _aborted(
@@ -167,7 +143,7 @@ def _aborted(
         len({(event.fragment, event.round) for event in aborts if begin <= event.at < end})
         for begin, end in itertools.pairwise(edges)
     ]
-    decided = {key: True for name in names for key in _commits(swarm, name)}
+    decided = {key for name in names for key in _commits(swarm, name)}
     caught = 0
     for at, victim in victims:
         began = [event for event in swarm.events(victim.name, ev.RoundBegan) if event.at > at - 3.0]
@@ -175,12 +151,10 @@ def _aborted(
         caught += any((event.fragment, event.round) not in own for event in began)
     return {
         "aborted_per_kill": against(max(per_kill), BAR_ABORTED, at_most=True),
-        "aborted_per_kill_mean": round(statistics.mean(per_kill), 2),
-        "rounds_decided": len(decided),
-        "went_over": len(ended) - len(aborts),
-        "killed_while_coordinating": caught,
+        "aborted_per_kill_mean": round(statistics.mean(per_kill), 2), "rounds_decided": len(decided),
+        "went_over": len(ended) - len(aborts), "killed_while_coordinating": caught,
         "abort_reasons": dict(Counter(event.reason[:80] for event in aborts).most_common(8)),
-    }
+    }  # fmt: skip
 
 
 def went_over(reason: str) -> bool:

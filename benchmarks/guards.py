@@ -5,8 +5,7 @@
 Each guard is a command that runs as a process of its own, with the virtual environment of its checkout. They
 take turns: this one is first in every other pair. Short variants of the benchmarks: about 25 minutes for a
 pair of all on two quiet cores. ``--more`` adds those that no release waits for. Lines and the traffic at
-rest need root. The other checkout may be older than this layout of ``benchmarks``: ``Guard.old`` is what it
-is asked then.
+rest need root. A checkout that does not know a command gives no figure of it.
 
 Prints the table on stderr and JSON on stdout: the figure's bar, each checkout's median and all its values.
 Exit status 1 if a guard of this checkout misses its bar, and if one gave no figure.
@@ -19,51 +18,26 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, Figures, folder_of, note, parser_of
+from common import ROOT, Figures, folder_of, note, parser_of, run
 
 BOUND_S = 600.0
 """A command that takes longer gives no figure."""
-STORMS = """
-import json, time
-from p2p_co2.simnet import EventLog, Swarm
-from p2p_co2.simnet.campaign import storm_settings
-broken, began_s = 0, time.process_time()
-for seed in range(1, 11):
-    broken += bool(Swarm(storm_settings(seed), EventLog(digests=False)).run().violations)
-print(json.dumps({"broken": broken, "core_s_of_200": 20 * (time.process_time() - began_s)}))
-"""
-"""For a checkout that has no command for it."""
-AVERAGING = """
-import os, pathlib, shutil, subprocess, sys, tempfile
-with tempfile.TemporaryDirectory() as folder:
-    place = pathlib.Path(folder) / "benchmarks"
-    shutil.copytree("benchmarks", place)
-    workers = place / "averaging_workers.py"
-    workers.write_text(workers.read_text().replace(', (worker, "state_digest")', ""))
-    command = [sys.executable, str(place / "averaging.py"), *sys.argv[1:]]
-    sys.exit(subprocess.call(command, env={**os.environ, "PYTHONPATH": os.getcwd()}))
-"""
-"""As it was, but for a clock on a function that was gone, with which it does not start."""
 Keys = tuple[str, ...]
 """From the answer to a figure."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """``figures``: by name, (keys in the answer, bar, whether the bar is the most). ``new``: words after the
-    interpreter; "FOLDER" is a new folder, whose ``summary.json``, if there is one, is the answer. ``old``,
-    ``old_figures``: the same of an older checkout, where they differ."""
+    """``figures``: by name, (keys in the answer, bar, whether the bar is the most). ``words``: after the
+    interpreter; "FOLDER" is a new folder, whose ``summary.json``, if there is one, is the answer."""
 
-    new: tuple[str, ...]
+    words: tuple[str, ...]
     figures: dict[str, tuple[Keys, float, bool]]
-    old: tuple[str, ...] = ()
-    old_figures: dict[str, Keys] = field(default_factory=dict)
     more: bool = False
 
 
@@ -82,23 +56,16 @@ GUARDS: dict[str, Guard] = {
             "utilisation at 50 Mbit/s": (("50", "ours", "utilisation"), 0.97, False),
             "utilisation at 200 Mbit/s": (("200", "ours", "utilisation"), 0.97, False),
         },
-        file("grid", "--lines 50 200 --systems ours --seconds 16"),
-        {
-            "utilisation at 50 Mbit/s": ("50 Mbit/s", "ours", "utilisation"),
-            "utilisation at 200 Mbit/s": ("200 Mbit/s", "ours", "utilisation"),
-        },
     ),
     "averaging": Guard(
         file("averaging", "round --codecs fp16 --rounds 3 --sides hivemind grpc"),
         {"32 MB, times as fast as hivemind": (
             ("fp16", "grpc", "times_less_than", "total_s", "hivemind"), 3.0, False
         )},
-        ("-c", AVERAGING, "--codecs", "fp16", "--rounds", "3", "--sides", "hivemind", "grpc"),
     ),
     "memory": Guard(
         file("peer", "memory --cases int4-keep --repeats 1"),
         {"memory, copies": (("cases", "int4-keep", "copies", "figure"), 4.0, True)},
-        file("memory", "--cases int4-keep --repeats 1"), {"memory, copies": ("cases", "int4-keep", "copies")},
     ),
     "kills": Guard(
         file("faults", "kills --peers 4 --calm-s 12 --kill-s 30"),
@@ -106,23 +73,18 @@ GUARDS: dict[str, Guard] = {
             "others' speed amid kills": (("throughput", "ratio", "figure"), 0.95, False),
             "newcomer, s": (("newcomer_alone", "join_to_contribution_s", "median"), 10.0, True),
         },
-        file("faults", "--peers 4 --calm-s 12 --kill-s 30"),
-        {"others' speed amid kills": ("throughput", "ratio")},
     ),
     "storms": Guard(
         file("offline", "storms --seeds 1 10"),
         {"200 storms, core s": (("core_s_of_200", "figure"), 360.0, True)},
-        ("-c", STORMS), {"200 storms, core s": ("core_s_of_200",)},
     ),
     "control": Guard(
         file("peer", "control --peers 24 --after-s 10 --seconds 15"),
         {"traffic at rest of 24 peers, B/s": (("24", "bytes_per_s"), 12_000, True)},
-        file("control", "--peers 24 --after 10 --seconds 15"),
     ),
     "flood": Guard(
         file("hostile", "flood --pairs 1 --window-s 6"),
         {"speed amid floods": (("tokens_flooded_by_quiet", "figure"), 0.95, False)},
-        file("flood", "--pairs 1 --window-s 6"), {"speed amid floods": ("flooded_by_quiet", "tokens_per_s")},
     ),
     "stages": Guard(
         file("pipeline", "kills"),
@@ -131,7 +93,6 @@ GUARDS: dict[str, Guard] = {
     "codecs": Guard(
         file("pipeline", "codecs --stages 2 --turns 1"),
         {"int8 by fp32, 2 stages": (("2 stages", "int8_by_fp32", "figure"), 1.8, False)},
-        file("pipeline", "codecs --turns 1"),
     ),
     "exposure": Guard(
         file("exposure", "phases --layouts four --pairs 3"),
@@ -139,50 +100,38 @@ GUARDS: dict[str, Guard] = {
             "speed with exchange by without": (("four", "ratio"), 0.95, False),
             "held up by communication": (("four", "exposed_share"), 0.01, True),
         },
-        file("exposure", "--layouts four --pairs 3"), more=True,
+        more=True,
     ),
     "straggler": Guard(
         file("exposure", "straggler --cases compute --pairs 1"),
-        {"speed beside a slow peer": (("compute", "tokens_with_by_without"), 0.98, False)},
-        file("straggler", "--cases compute --pairs 1"), more=True,
+        {"speed beside a slow peer": (("compute", "tokens_with_by_without"), 0.98, False)}, more=True,
     ),
     "catchup": Guard(
         file("faults", "catchup --cases one four"),
-        {"load from four donors by one": (("four_over_one", "figure"), 3.0, False)},
-        file("catchup", "--cases one four"), {"load from four donors by one": ("four_over_one", "times")},
-        more=True,
+        {"load from four donors by one": (("four_over_one", "figure"), 3.0, False)}, more=True,
     ),
     "checkpoint": Guard(
         file("peer", "checkpoint --peers 1"),
-        {"longest stop for a checkpoint, s": (("1 peers", "stopped_s", "most"), 0.3, True)},
-        file("checkpoint", "--peers 1"),
-        {"longest stop for a checkpoint, s": ("by_peers", "1", "stopped_s", "most")},
-        more=True,
+        {"longest stop for a checkpoint, s": (("1 peers", "stopped_s", "most"), 0.3, True)}, more=True,
     ),
     "step": Guard(
         file("peer", "step --models resnet --pairs 3"),
-        {"a step joined by plain": (("resnet", "seconds", "figure"), 1.02, True)},
-        file("front_door", "--parts step --pairs 3"),
-        {"a step joined by plain": ("step", "resnet", "seconds")},
-        more=True,
+        {"a step joined by plain": (("resnet", "seconds", "figure"), 1.02, True)}, more=True,
     ),
     "plan": Guard(
         file("offline", "plan --cases loopback"),
-        {"utilisation foretold by actual": (("loopback", "ratio", "utilisation"), 1.1, True)},
-        file("plan_accuracy", "--cases loopback"),
-        {"utilisation foretold by actual": ("cases", "loopback", "ratio", "utilisation")}, more=True,
+        {"utilisation foretold by actual": (("loopback", "ratio", "utilisation"), 1.1, True)}, more=True,
     ),
 }  # fmt: skip
 
 
 def ask(checkout: Path, guard: Guard) -> dict[str, float]:
     """What a checkout answers: its figures by name; those that it does not give are left out."""
-    is_old = not (checkout / "benchmarks" / "common.py").exists()
-    words = guard.old if is_old and guard.old else guard.new
+    name = " ".join(guard.words[:4])
     with folder_of(None) as folder:
         place = folder / "run"
+        words = (str(place) if word == "FOLDER" else word for word in guard.words)
         command = [str(checkout / ".venv" / "bin" / "python"), *words]
-        command = [str(place) if word == "FOLDER" else word for word in command]
         try:
             done = subprocess.run(
                 command, cwd=checkout, capture_output=True, text=True, timeout=BOUND_S, check=False
@@ -190,16 +139,13 @@ def ask(checkout: Path, guard: Guard) -> dict[str, float]:
             summary = place / "summary.json"
             answer = json.loads(summary.read_text() if summary.exists() else done.stdout)
         except (subprocess.TimeoutExpired, ValueError) as error:
-            note(" ".join(words[:4]), f"gave no figure: {error}")
+            note(name, f"gave no figure: {error}")
             return {}
     if done.returncode:
-        note(" ".join(words[:4]), f"ended with {done.returncode}:", done.stderr[-1000:])
-    found = {}
-    for name, (keys, _, _) in guard.figures.items():
-        figure = _at(answer, guard.old_figures.get(name, keys) if is_old else keys)
-        if figure is not None and not done.returncode:
-            found[name] = figure
-    return found
+        note(name, f"ended with {done.returncode}:", done.stderr[-1000:])
+        return {}
+    read = {figure: _at(answer, keys) for figure, (keys, _, _) in guard.figures.items()}
+    return {figure: value for figure, value in read.items() if value is not None}
 
 
 def _at(answer: Any, keys: Keys) -> float | None:
@@ -241,12 +187,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=tuple(GUARDS))
     parser.add_argument("--more", action="store_true", help="those that no release waits for, too")
-    options = parser.parse_args()
-    began_at = time.monotonic()
-    table = measure(options)
-    minutes = round((time.monotonic() - began_at) / 60, 1)
-    print(json.dumps({"at": time.strftime("%F %R"), "minutes": minutes, "guards": table}, indent=2))
-    sys.exit(not all(row["met"] for row in table.values()))
+    parser.set_defaults(run_it=lambda options: {"guards": measure(options)})
+    if not all(row["met"] for row in run(parser)["guards"].values()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

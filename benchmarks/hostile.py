@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import threading
 import time
@@ -29,6 +28,7 @@ from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from common import Bench, Figures, against, bench, command, joined, medians, note, parser_of, run
 
@@ -39,7 +39,7 @@ from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.exchange import PartState
 from p2p_co2.recipes import load_recipe, recipe_digest
 from p2p_co2.system.memory import Buffer
-from p2p_co2.telemetry.events import MessageRefused, Progress, RoundAborted, RoundCommitted, Warned
+from p2p_co2.telemetry.events import MessageRefused, RoundAborted, RoundCommitted, Warned
 from p2p_co2.tensors.aggregation import Mean
 from p2p_co2.tensors.codec import Codec
 from p2p_co2.ticket import Ticket
@@ -194,8 +194,7 @@ def lies(options: argparse.Namespace) -> Figures:
 
 # ---- floods
 
-HONEST = ("a", "b", "c")
-LINKS = 4
+HONEST, LINKS, SETTLE_S = ("a", "b", "c"), 4, 2.0
 CONNECTIONS, TRICKLE_S = 300, 0.05
 """Held at a time by one that trickles, and between two bytes on each: as slow as nobody's line is."""
 HELLO = b"\x16\x03\x01\x3f\xff\x01\x00\x3f\xfb\x03\x03"
@@ -331,7 +330,7 @@ def flood(options: argparse.Namespace) -> Figures:
     with bench(RUN) as swarm:
         mallory = Flood(swarm.ticket, swarm.folder / "mallory", options.kinds)
         for name in HONEST:
-            swarm.join(name, "--min-peers", "3", "--carrier", "grpc", "--no-board")
+            swarm.join(name, "--min-peers", str(len(HONEST)), "--carrier", "grpc", "--no-board")
         swarm.wait_for_commits(*HONEST, count=6)
         mallory.start(PeerId(swarm.all_events("a")[0].peer))
         try:
@@ -360,24 +359,23 @@ def _pair(swarm: Bench, mallory: Flood, seconds: float, flooded_first: bool) -> 
     for is_flooded in (flooded_first, not flooded_first):
         if is_flooded:
             mallory.on.set()
-        time.sleep(2.0)  # an identity starts, or the last one's messages are read
+        time.sleep(SETTLE_S)  # an identity starts, or the last one's messages are read
         both[is_flooded] = _window(swarm, seconds)
         mallory.on.clear()
-        time.sleep(1.0)
+        time.sleep(SETTLE_S / 2)
     return both[False], both[True]
 
 
 def _window(swarm: Bench, seconds: float) -> Figures:
-    pid = next(child.pid for child in swarm.children if child.name == "a")
-    began_at, used_s, here_s = time.time(), _processor_s(pid), time.process_time()
+    flooded = psutil.Process(next(child.pid for child in swarm.children if child.name == "a"))
+    began_at, used_s, here_s = time.time(), sum(flooded.cpu_times()[:2]), time.process_time()
     time.sleep(seconds)
-    ended_at, used_s, here_s = time.time(), _processor_s(pid) - used_s, time.process_time() - here_s
+    used_s, here_s = sum(flooded.cpu_times()[:2]) - used_s, time.process_time() - here_s
+    ended_at = time.time()
     time.sleep(1.5)  # Progress comes every second
     tokens, rounds = [], []
     for name in HONEST:
-        progress = [one for one in swarm.events(name, Progress, began_at) if one.at <= ended_at]
-        first, last = progress[0], progress[-1]
-        tokens.append((last.tokens - first.tokens) / (last.at - first.at))
+        tokens.append(swarm.tokens_per_s(name, began_at, ended_at))
         committed = [one for one in swarm.events(name, RoundCommitted, began_at) if one.at <= ended_at]
         rounds.append(60 * len(committed) / seconds)
     return {
@@ -385,12 +383,6 @@ def _window(swarm: Bench, seconds: float) -> Figures:
         "rounds_per_min": statistics.mean(rounds), "processor_share_of_the_flooded": used_s / seconds,
         "processor_share_of_the_flood": here_s / seconds,
     }  # fmt: skip
-
-
-def _processor_s(pid: int) -> float:
-    """Processor seconds of a process so far (Linux)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

@@ -63,15 +63,11 @@ VOCAB, CONTEXT, WIDTH, HEADS, LAYERS = 256, 64, 128, 4, 2
 PEAK_LR, FLOOR, WARMUP_STEPS = 2e-3, 0.1, 45
 HELD_OUT_WINDOWS = 512
 
+_ATTENTION = (("qkv", 3 * WIDTH), ("out", WIDTH))
 # Fragments are contiguous in the flat vector: embeddings and head, all attention, and one MLP per block.
 FRAGMENTS: tuple[tuple[tuple[str, int, int], ...], ...] = (
     (("wte", VOCAB, WIDTH), ("wpe", CONTEXT, WIDTH), ("smear", 1, WIDTH), ("head", WIDTH, VOCAB)),
-    (
-        ("qkv0", WIDTH, 3 * WIDTH),
-        ("out0", WIDTH, WIDTH),
-        ("qkv1", WIDTH, 3 * WIDTH),
-        ("out1", WIDTH, WIDTH),
-    ),
+    tuple((f"{name}{layer}", WIDTH, size) for layer in (0, 1) for name, size in _ATTENTION),
     (("up0", WIDTH, 4 * WIDTH), ("down0", 4 * WIDTH, WIDTH)),
     (("up1", WIDTH, 4 * WIDTH), ("down1", 4 * WIDTH, WIDTH)),
 )
@@ -193,8 +189,7 @@ class Case:
     """One way to train. ``kind``: "swarm", "data-parallel" or "lone". ``windows``: of 64 tokens, per peer and
     inner step. ``every``: inner steps of a swarm's round. ``delay``: inner steps from a send to its mean.
     ``feedback``: error feedback. ``optimizer``: "adamw", or "muon" (matrices of the blocks; AdamW for the
-    rest). ``peak``: its learning rate, at most; ``schedule``: "cosine" down to a tenth, or "constant", after
-    ``warmup`` inner steps."""
+    rest). ``peak``: its learning rate after ``warmup`` inner steps."""
 
     name: str
     kind: str = "swarm"
@@ -208,13 +203,11 @@ class Case:
     momentum: float = 0.5
     nesterov: bool = True
     gap_penalty: bool = True
-    blocking_rounds: int = 0
     clip: str = "rms"
     codec: str = "int4"
     feedback: bool = False
     optimizer: str = "adamw"
     peak: float = PEAK_LR
-    schedule: str = "cosine"
     warmup: int = WARMUP_STEPS
 
     def run_config(self) -> RunConfig:
@@ -223,8 +216,7 @@ class Case:
             codec=CodecConfig(name=self.codec, error_feedback=self.feedback),
             outer=OuterConfig(
                 rule=rule, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov,
-                gap_penalty=self.gap_penalty, blocking_rounds=self.blocking_rounds,
-                clip=self.clip,  # type: ignore[arg-type]
+                gap_penalty=self.gap_penalty, clip=self.clip,  # type: ignore[arg-type]
             ),
         )  # fmt: skip
 
@@ -234,7 +226,6 @@ class Case:
 
 
 DEFAULT = Case("swarm of 4")
-MUON_LR = 4e-3
 SHORT = replace(DEFAULT, codec="sign", feedback=True, every=8, delay=2)
 """As many bytes in shorter rounds."""
 WHOLE = replace(DEFAULT, fragments=1)
@@ -256,11 +247,7 @@ def rule_cases() -> list[Case]:
         cases.append(replace(PAPER, name=f"eager d{delay}", rule="eager", delay=delay))
         cases.append(replace(WHOLE, name=f"co2 d{delay} as keep", rule="co2", delay=delay))
     cases.append(replace(PAPER, name=f"co2 d{ROUND} plain", rule="co2", delay=ROUND, gap_penalty=False))
-    cases.append(replace(WHOLE, name=f"keep d{ROUND} momentum 0", delay=ROUND, momentum=0.0))
-    late = [case for case in cases if case.name in {"keep d7", "keep d30", "blend d30", "co2 d30"}]
-    cases += [replace(case, name=f"{case.name} first awaited", blocking_rounds=1) for case in late]
-    kept = [case for case in cases if case.name in {"keep d3", "co2 d30", "eager d30"}]
-    return [*cases, *(replace(case, name=f"{case.name} feedback", feedback=True) for case in kept)]
+    return [*cases, replace(WHOLE, name=f"keep d{ROUND} momentum 0", delay=ROUND, momentum=0.0)]
 
 
 def fitted(case: Case) -> Case:
@@ -281,11 +268,6 @@ def sized_cases(optimizer: str, peak: float) -> list[Case]:
     return cases
 
 
-def table_cases() -> list[Case]:
-    """Those of the tables by number of peers."""
-    return sized_cases("adamw", PEAK_LR) + sized_cases("muon", MUON_LR)
-
-
 def variant_cases() -> list[Case]:
     """4 peers with other settings, against ``SHORT``."""
     rate = fitted(replace(DEFAULT, name="int4, H 30, rate that fits"))
@@ -293,15 +275,13 @@ def variant_cases() -> list[Case]:
     cases = [replace(DEFAULT, name="int4, H 30, a lone peer's rate"), rate]
     cases += [replace(rate, name=f"int4, H {h}", every=h, delay=h // 4) for h in (8, 16)]
     cases += [replace(short, name=f"sign, H {h}", every=h, delay=max(1, h // 4)) for h in (4, 16, 30)]
-    cases.append(replace(short, name="q2, H 15", codec="q2", every=15, delay=4))
-    cases += [replace(short, name="delay 6", delay=6), replace(short, name="no feedback", feedback=False)]
-    for lr, momentum in ((1.0, 0.0), (0.7, 0.3), (0.7, 0.7)):
-        cases.append(replace(short, name=f"outer {lr}, {momentum}", lr=lr, momentum=momentum))
+    cases.append(replace(short, name="q2, H 16", codec="q2", every=16, delay=4))
+    cases.append(replace(short, name="no feedback", feedback=False))
+    outer_ = ((1.0, 0.0), (0.7, 0.3), (0.7, 0.7))
+    cases += [replace(short, name=f"outer {lr}, {beta}", lr=lr, momentum=beta) for lr, beta in outer_]
     cases += [replace(short, name=f"rate {peak:g}", peak=peak) for peak in (PEAK_LR, 3 * PEAK_LR)]
-    parallel = Case("", "data-parallel")
-    for peak, warmup in ((PEAK_LR, 45), (2 * PEAK_LR, 150), (3 * PEAK_LR, 300)):
-        name = f"data-parallel 4, {peak:g}, {warmup}"
-        cases.append(replace(parallel, name=name, peak=peak, warmup=warmup))
+    for peak, steps in ((PEAK_LR, 45), (2 * PEAK_LR, 150), (3 * PEAK_LR, 300)):
+        cases.append(Case(f"data-parallel 4, {peak:g}, {steps}", "data-parallel", peak=peak, warmup=steps))
     return cases
 
 
@@ -369,8 +349,6 @@ class Together:
 
 def rate(case: Case, step: int, steps: int) -> float:
     """The learning rate of inner step ``step`` of ``steps``."""
-    if case.schedule == "constant":
-        return case.peak * min(1.0, (step + 1) / case.warmup)
     return learning_rate(step, steps, case.warmup) * case.peak / PEAK_LR
 
 
@@ -433,9 +411,8 @@ class HeldFragment:
             self._commit()
         if step and step % self._case.every == self._offset % self._case.every:
             self._send()
-            delay = self._case.delay if self.state.version >= self._case.blocking_rounds else 0
-            self._sent_at, self._apply_at = step, step + delay
-            if not delay:
+            self._sent_at, self._apply_at = step, step + self._case.delay
+            if not self._case.delay:
                 self._commit()
 
     def flush(self, step: int = 0) -> None:
@@ -529,11 +506,10 @@ def efficiency_table(losses: Losses, rounds: int, kind: str = "") -> str:
     curve = {
         length: statistics.mean(seeds.values()) for (name, length), seeds in losses.items() if name == own
     }
-    lines = [
-        "| peers | swarm: loss | data-parallel: loss | a lone peer, as many tokens: loss | swarm against "
-        "data-parallel | swarm is worth | data-parallel is worth | seeds |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = _head(
+        "peers | swarm: loss | data-parallel: loss | a lone peer, as many tokens: loss | swarm against "
+        "data-parallel | swarm is worth | data-parallel is worth | seeds"
+    )
     for peers in SIZES:
         swarm = losses.get((f"swarm of {peers}{kind}", rounds))
         if swarm is None:
@@ -551,11 +527,15 @@ def efficiency_table(losses: Losses, rounds: int, kind: str = "") -> str:
 def variants_table(losses: Losses, rounds: int) -> str:
     """Markdown, one line a variant: its loss, and against 4 peers as in the table."""
     base = losses.get(("swarm of 4", rounds), {})
-    lines = ["| 4 peers | loss | against the table's | seeds |", "|---|---|---|---|"]
+    lines = _head("4 peers | loss | against the table's | seeds")
     for case in variant_cases():
         if seeds := losses.get((case.name, rounds)):
             lines.append(f"| {case.name} | {_mean(seeds)} | {against(seeds, base)} | {len(seeds)} |")
     return "\n".join(lines)
+
+
+def _head(titles: str) -> list[str]:
+    return [f"| {titles} |", "|---" * len(titles.split("|")) + "|"]
 
 
 def _mean(seeds: Mapping[int, float]) -> str:
@@ -576,10 +556,7 @@ def rules_table(losses: Losses, rounds: int) -> str:
     """Markdown, one line a rule and delay: median over seeds, half the spread, and against synchronous
     DiLoCo."""
     base = losses.get((BASE.name, rounds), {})
-    lines = [
-        "| case | outer lr, momentum | codec | seeds | loss | ± | against DiLoCo |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = _head("case | outer lr, momentum | codec | seeds | loss | ± | against DiLoCo")
     for case in rule_cases():
         if not (seeds := losses.get((case.name, rounds))):
             continue
@@ -600,7 +577,8 @@ def table(options: argparse.Namespace) -> Figures:
 
 def efficiency(options: argparse.Namespace) -> Figures:
     """What a swarm is worth, against data-parallel and a lone peer."""
-    sized = [case for case in table_cases() if case.kind == "lone" or case.peers in options.peers]
+    sized = [*sized_cases("adamw", PEAK_LR), *sized_cases("muon", 2 * PEAK_LR)]
+    sized = [case for case in sized if case.kind == "lone" or case.peers in options.peers]
     # The table's lone peer trains as long as each number of peers together, too.
     cases = [(case, tuple(options.peers) if case.kind == "lone" else (1,)) for case in sized]
     if options.variants or options.only:

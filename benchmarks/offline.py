@@ -1,6 +1,6 @@
 """What is foretold, played on virtual time, and kept by a board: no lines, no root.
 
-    python benchmarks/offline.py plan [--cases loopback dsl] [--seconds 60] [--runs FOLDER ...]
+    python benchmarks/offline.py plan [--cases loopback dsl] [--seconds 60]
     python benchmarks/offline.py storms [--seeds 1 200]
     python benchmarks/offline.py ends [--seeds 200000 200157]
     python benchmarks/offline.py board
@@ -24,7 +24,6 @@ import json
 import os
 import random
 import resource
-import statistics
 import subprocess
 import sys
 import time
@@ -61,8 +60,6 @@ WIDER = 'name = "accuracy"\n[recipe_options]\nwidth = 256\nlayers = 6\nheads = 4
 
 def plan(options: argparse.Namespace) -> Figures:
     """The planner's forecast against real swarms."""
-    if options.runs:
-        return {str(place): compare(place) for place in options.runs}
     answer: Figures = {}
     for case in options.cases:
         with folder_of(options.folder, "plan") as folder:
@@ -102,41 +99,30 @@ def compare(folder: Path) -> Figures:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     settings = read_run_config(folder / "run.toml")
     peers = summary["peer_table"].values()
-    step_s = statistics.mean(peer["train_s"] / peer["inner_steps"] for peer in peers)
+    step_s = fmean(peer["train_s"] / peer["inner_steps"] for peer in peers)
     model = load_recipe(settings.recipe, settings.recipe_options, settings.seed).model
     fragments = [fragment.numel for fragment in plan_fragments(model, settings.fragments).fragments]
     setting = setting_of(settings, fragments, step_s, links_of(summary))
-    shown, under_way = forecast(setting), summary.get("steady", {}).get("utilisation")
-    predicted = {
-        "up_bytes_per_peer": shown.run_up_bytes,
-        "round_s": shown.largest.slowest_member_s,
-        "sync_delay_steps": float(shown.delay_steps),
-        "staleness": shown.flow.staleness,
-        "utilisation": shown.utilisation,
-        "utilisation_once_under_way": forecast(replace(setting, rounds=0)).utilisation,
-        "encoded_bits": shown.bits_per_value,
-    }
-    actual = {
-        "up_bytes_per_peer": statistics.mean(summary["bytes"]["up_per_peer"].values()),
-        "round_s": summary["rounds"]["duration_s"]["mean"],
-        "sync_delay_steps": mean_delay(summary["sync_delay_steps"]["histogram"]),
-        "staleness": summary["staleness"]["mean"],
-        "utilisation": summary["utilisation"]["mean"],
-        "utilisation_once_under_way": statistics.mean(under_way.values()) if under_way else None,
-        "encoded_bits": summary["bytes"]["encoded_bits_per_parameter"],
-    }
-    ratio = {name: round(predicted[name] / actual[name], 3) for name in predicted if actual[name]}
+    shown, steady = forecast(setting), summary.get("steady", {}).get("utilisation")
+    under_way = fmean(steady.values()) if steady else None
+    both = {
+        "up_bytes_per_peer": (shown.run_up_bytes, fmean(summary["bytes"]["up_per_peer"].values())),
+        "round_s": (shown.largest.slowest_member_s, summary["rounds"]["duration_s"]["mean"]),
+        "sync_delay_steps": (shown.delay_steps, mean_delay(summary["sync_delay_steps"]["histogram"])),
+        "staleness": (shown.flow.staleness, summary["staleness"]["mean"]),
+        "utilisation": (shown.utilisation, summary["utilisation"]["mean"]),
+        "utilisation_once_under_way": (forecast(replace(setting, rounds=0)).utilisation, under_way),
+        "encoded_bits": (shown.bits_per_value, summary["bytes"]["encoded_bits_per_parameter"]),
+    }  # fmt: skip
+    ratio = {name: round(foretold / actual, 3) for name, (foretold, actual) in both.items() if actual}
     return {
-        "parameters": sum(fragments),
-        "step_s": round(step_s, 4),
-        "floor_s": round(shown.floor_s, 3),
+        "parameters": sum(fragments), "step_s": round(step_s, 4), "floor_s": round(shown.floor_s, 3),
         "round_length_s": settings.clock.round_s,
-        "predicted": {name: round(value, 4) for name, value in predicted.items()},
-        "actual": actual,
-        "ratio": ratio,
+        "predicted": {name: round(foretold, 4) for name, (foretold, _) in both.items()},
+        "actual": {name: actual for name, (_, actual) in both.items()}, "ratio": ratio,
         "within_bar": {name: abs(of - 1) <= BAR for name, of in ratio.items() if name.startswith("util")},
         "rounds": {key: summary["rounds"][key] for key in ("committed", "aborted", "partial")},
-    }
+    }  # fmt: skip
 
 
 def mean_delay(histogram: dict[str, int]) -> float | None:
@@ -298,7 +284,6 @@ def main() -> None:
         commands, "plan", plan, seconds=(60.0, "of a run"), folder=(None, "keep the runs here"),
     )  # fmt: skip
     made.add_argument("--cases", nargs="+", default=["loopback", "dsl"], choices=["loopback", *PROFILES])
-    made.add_argument("--runs", nargs="+", type=Path, help="folders of demos or rehearsals that are there")
     command(commands, "storms", storms, seeds=([1, 200], "first and last"))
     command(commands, "ends", ends, seeds=([200000, 200016], "from, and to but without it"))
     command(commands, "board", board, days=(7, "that are kept"))

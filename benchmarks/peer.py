@@ -23,40 +23,25 @@ of 16k. In turn a process that has joined and one that has not; seconds and CPU 
 over plain.
 
 ``control``: bytes that peers with a tiny model send each other while nothing is exchanged, per peer and
-second, headers included: what the loopback device of a network namespace carries (root). ``sockets`` splits
-it by program. Peers are forks of one process, since each would else import torch anew."""
+second, headers included: what the loopback device of a network namespace carries (root). Peers are forks of
+one process, since each would else import torch anew."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
-import re
 import signal
 import statistics
 import subprocess
 import sys
 import time
-import traceback
 from collections import Counter
 from pathlib import Path
 
 import torch
-from common import (
-    Figures,
-    Worker,
-    against,
-    bench,
-    command,
-    folder_of,
-    joined,
-    note,
-    parser_of,
-    peak_bytes,
-    run,
-    say,
-    spread,
-)
+from common import Figures, against, bench, command, joined, note, parser_of, peak_bytes, run, say, spread
 from torch import nn
 
 from p2p_co2.config import OWN_LOOP, ClockConfig, CodecConfig, OuterConfig, RunConfig
@@ -113,8 +98,8 @@ def memory(options: argparse.Namespace) -> Figures:
 
 
 def _alone_bytes(width: int) -> int:
-    with Worker(__file__, "alone", width) as worker:
-        return int(worker.answer()["peak_bytes"])
+    with bench() as nobody:
+        return int(nobody.ask(__file__, "alone", width).answer()["peak_bytes"])
 
 
 def _exchanging(case: str, width: int) -> Figures:
@@ -219,7 +204,7 @@ def _checkpoint_peer(ticket: str, folder: str, peers: str, width: str, every_s: 
 
 # ---- a step
 
-STEPS, WARM_STEPS, VOCABULARY = 60, 5, 16384
+WARM_STEPS, VOCABULARY = 5, 16384
 
 
 def step(options: argparse.Namespace) -> Figures:
@@ -230,9 +215,10 @@ def step(options: argparse.Namespace) -> Figures:
         rows = []
         for _ in range(options.pairs):
             with bench(settings) as swarm:
-                joined_ = swarm.ask(__file__, "step", kind, swarm.folder / "peer", swarm.ticket).answer()
-            with Worker(__file__, "step", kind) as worker:
-                rows.append({"joined": joined_, "plain": worker.answer()})
+                told = (options.steps, kind, swarm.folder / "peer", swarm.ticket)
+                rows.append({"joined": swarm.ask(__file__, "step", *told).answer()})
+            with bench() as nobody:
+                rows[-1]["plain"] = nobody.ask(__file__, "step", *told[:2]).answer()
             note(kind, rows[-1])
         answer[kind] = {
             name: against(
@@ -275,14 +261,14 @@ def _model_of(kind: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model, given, wanted.flatten()
 
 
-def _step_peer(kind: str, folder: str = "", ticket: str = "") -> None:
+def _step_peer(steps: str, kind: str, folder: str = "", ticket: str = "") -> None:
     import p2p_co2 as co2
 
     model, given, wanted = _model_of(kind)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     swarm = co2.join(model, optimizer, run=ticket, folder=folder, board=False) if ticket else None
     took = list[tuple[float, float]]()
-    for _ in range(STEPS):
+    for _ in range(int(steps)):
         began = time.monotonic(), time.thread_time()
         loss: torch.Tensor = nn.functional.cross_entropy(model(given), wanted)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -309,28 +295,25 @@ def control(options: argparse.Namespace) -> Figures:
         raise SystemExit("error: a network namespace needs root: run this with sudo")
     answer: Figures = {"bar_at_24": BARS["control_bytes_per_s"]}
     for count in options.peers:
-        told = [str(word) for word in (count, options.after_s, options.seconds, options.round_s)]
+        told = map(str, (count, options.after_s, options.seconds, options.round_s))
         command = ["unshare", "--net", sys.executable, __file__, "--worker", "control", *told]
-        with folder_of(None) as folder:
-            done = subprocess.run(
-                [*command, str(folder)], stdout=subprocess.PIPE, text=True, check=True
-            )  # fmt: skip
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         answer[str(count)] = json.loads(done.stdout.splitlines()[-1])
         note(count, answer[str(count)])
     return answer
 
 
-def _control(peers: str, after_s: str, seconds: str, round_s: str, place: str) -> None:
+def _control(peers: str, after_s: str, seconds: str, round_s: str) -> None:
     """In a namespace of its own."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     clock = ClockConfig(mode="time", round_s=float(round_s), rounds=10_000)
-    children: list[int] = []
-    with bench(RunConfig(name="control", fragments=LAYERS, clock=clock), Path(place)) as swarm:
+    fork, children = multiprocessing.get_context("fork"), list[multiprocessing.process.BaseProcess]()
+    with bench(RunConfig(name="control", fragments=LAYERS, clock=clock)) as swarm:
         try:
             for index in range(int(peers)):
-                if not (pid := os.fork()):
-                    _become(swarm.ticket, swarm.folder, index)
-                children.append(pid)
+                child = fork.Process(target=_at_rest, args=(swarm.ticket, swarm.folder, index))
+                child.start()
+                children.append(child)
                 time.sleep(START_EVERY_S)
             ends_at = time.monotonic() + JOINED_WITHIN_S
             while (joined_ := len(list(swarm.folder.glob("ready*")))) < len(children):
@@ -339,54 +322,36 @@ def _control(peers: str, after_s: str, seconds: str, round_s: str, place: str) -
                     return
                 time.sleep(0.2)
             time.sleep(float(after_s))
-            (began, packets), sockets, at = _lo_bytes(), _socket_bytes(), time.monotonic()
+            (began, packets), at = _lo_bytes(), time.monotonic()
             time.sleep(float(seconds))
-            (ended, more), later, took_s = _lo_bytes(), _socket_bytes(), time.monotonic() - at
+            (ended, more), took_s = _lo_bytes(), time.monotonic() - at
         finally:
-            for pid in children:
-                os.kill(pid, signal.SIGINT)
-            for pid in children:
-                _reap(pid)
+            for child in filter(multiprocessing.process.BaseProcess.is_alive, children):
+                os.kill(child.pid, signal.SIGINT)
+            for child in children:
+                child.join(15.0)
+                if child.is_alive():
+                    os.killpg(child.pid, signal.SIGKILL)
     per_peer = len(children) * took_s
     say({
         "bytes_per_s": round((ended - began) / per_peer),
         "packets_per_s": round((more - packets) / per_peer, 1),
-        "sockets": {name: round((size - sockets[name]) / per_peer) for name, size in later.items()},
     })  # fmt: skip
 
 
-def _become(ticket: str, folder: Path, index: int) -> None:
-    """In a fork: never returns."""
-    status = 1
-    try:
-        os.setsid()
-        log = os.open(folder / f"peer{index}.log", os.O_CREAT | os.O_WRONLY)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(LAYERS)])
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        with joined(ticket, folder / f"peer{index}", model, optimizer) as peer:
-            (folder / f"ready{index}").touch()
-            while peer.step(tokens=8, loss=_inner_step(model, optimizer, 32, 8)):
-                time.sleep(CONTROL_STEP_S)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _reap(pid: int) -> None:
-    """Wait for a fork that was asked to end; kill its group in the end."""
-    ends_at = time.monotonic() + 15.0
-    while time.monotonic() < ends_at:
-        if os.waitpid(pid, os.WNOHANG)[0]:
-            return
-        time.sleep(0.1)
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+def _at_rest(ticket: str, folder: Path, index: int) -> None:
+    """In a fork, which leads a group of its own."""
+    os.setsid()
+    log = os.open(folder / f"peer{index}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(LAYERS)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with joined(ticket, folder / f"peer{index}", model, optimizer) as peer:
+        (folder / f"ready{index}").touch()
+        while peer.step(tokens=8, loss=_inner_step(model, optimizer, 32, 8)):
+            time.sleep(CONTROL_STEP_S)
 
 
 def _lo_bytes() -> tuple[int, int]:
@@ -396,34 +361,23 @@ def _lo_bytes() -> tuple[int, int]:
     return int(fields[8]), int(fields[9])
 
 
-def _socket_bytes() -> Counter[str]:
-    """Payload bytes sent over the open connections, by program."""
-    told = subprocess.run(["ss", "-tinpHO"], capture_output=True, text=True, check=True).stdout
-    sent = Counter[str]()
-    for line in told.splitlines():
-        name, size = re.search(r'users:\(\("([^"]+)"', line), re.search(r"bytes_sent:(\d+)", line)
-        if name and size:
-            sent[name[1]] += int(size[1])
-    return sent
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     commands = parser.add_subparsers(required=True)
     made = command(
-        commands,
-        "memory",
-        memory,
-        width=(2000, "parameters: 4 * width * width"),
+        commands, "memory", memory, width=(2000, "parameters: 4 * width * width"),
         repeats=(3, "of the default"),
-    )
+    )  # fmt: skip
     made.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
     command(
         commands, "checkpoint", checkpoint, width=(2048, "parameters: 4 * width * width"),
         peers=([1, 4], "at a time"), every_s=(3.0, "between two checkpoints"), seconds=(25.0, "of training"),
         folder=(None, "on the disk to measure"),
     )  # fmt: skip
-    command(commands, "step", step, pairs=(5, "in turn"), models=(["resnet", "gpt"], "resnet, gpt"))
+    command(
+        commands, "step", step, pairs=(5, "in turn"), models=(["resnet", "gpt"], "resnet, gpt"),
+        steps=(60, "of each process, the first 5 not counted"),
+    )  # fmt: skip
     command(
         commands, "control", control, peers=([4, 8, 16, 24], "at a time"), after_s=(60.0, "of settling"),
         seconds=(60.0, "counted"), round_s=(30.0, "of a round"),

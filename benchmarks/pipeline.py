@@ -4,7 +4,7 @@
     python benchmarks/pipeline.py dsl [--turns 3]
     python benchmarks/pipeline.py kills [--kills 6] [--seed 0] [--choose]
     python benchmarks/pipeline.py slow [--turns 3]
-    python benchmarks/pipeline.py loss [--stages 2 4] [--replicas 2] [--variants whole int8] [--law]
+    python benchmarks/pipeline.py loss [--stages 2 4] [--replicas 2] [--variants whole int8]
 
 Peers are ``p2p-co2 join`` with one thread each, and train ``recipes.stages``, which rest instead of
 computing, so that two cores are enough. Lines are carriers slowed down (``--slow-line``): no packets, no
@@ -19,8 +19,7 @@ slow start.
 - ``loss``: held-out loss at equal tokens of whole-model peers, and of stages with each pair of codecs; a
   laboratory, with the product's stages, payloads and shares of routes, and a stage group's outer step half a
   round late. Variants of a seed see the same start, microbatches and rates. "again" differs from "fp32" in
-  the routes alone: what it is off by is noise. "int4", which no run may have, must show why. ``--law``:
-  split against unsplit without outer rounds."""
+  the routes alone: what it is off by is noise. "int4", which no run may have, must show why."""
 
 from __future__ import annotations
 
@@ -93,11 +92,10 @@ def last_of(swarm: Bench, name: str) -> ev.StageProgress | None:
 
 
 def wait_until_counted(swarm: Bench, names: Sequence[str], count: int) -> None:
-    def counted(name: str) -> bool:
-        last = last_of(swarm, name)
-        return last is not None and last.counted >= count
-
-    swarm.wait_until(f"{count} microbatches of {names}", lambda: all(map(counted, names)), 300.0)
+    swarm.wait_until(
+        f"{count} microbatches of {names}",
+        lambda: all(_counted(swarm, [name]) >= count for name in names), 300.0,
+    )  # fmt: skip
 
 
 def grown(swarm: Bench, names: Sequence[str], seconds: float) -> dict[str, tuple[float, float]]:
@@ -146,13 +144,8 @@ def codecs(options: argparse.Namespace) -> Figures:
 def dsl(options: argparse.Namespace) -> Figures:
     """The share of time in which the slowest stage computes, on a dsl line."""
     line = PROFILES["dsl"]
-    figures = (
-        line.up_bits_per_s,
-        line.down_bits_per_s,
-        line.latency_ms / 1e3,
-        line.jitter_ms / 1e3,
-        line.loss,
-    )
+    rates, times = (line.up_bits_per_s, line.down_bits_per_s), (line.latency_ms, line.jitter_ms)
+    figures = (*rates, *(time_ms / 1e3 for time_ms in times), line.loss)
     words, computing = ",".join(f"{one:g}" for one in figures), list[float]()
     for _ in range(options.turns):
         waited = [share for _, share in chain(run_of(2, 32, "int8"), words, options.seconds).values()]
@@ -478,11 +471,8 @@ def loss(options: argparse.Namespace) -> Figures:
     """What stages cost in held-out loss at equal tokens."""
     corpus, answer = embedded_corpus(), Figures()
     sizes = options.replicas, options.microbatches, options.sequences, options.rounds
-    for stages in (2, 3, 4) if options.law else options.stages:
+    for stages in options.stages:
         case = Case(stages, *sizes)
-        if options.law:
-            answer[f"{stages} stages"] = {"differs_at_most": law(case, corpus)}
-            continue
         losses: dict[str, dict[int, float]] = {name: {} for name in options.variants}
         for seed, variant in itertools.product(options.seeds, VARIANTS):
             if variant.name in losses:  # seed by seed, so that what is cut short still compares
@@ -514,7 +504,7 @@ def main() -> None:
     made = command(
         commands, "loss", loss, stages=([2, 4], "2, 3, 4"), replicas=(2, "of each"),
         microbatches=(4, "a step"), sequences=(4, "in a microbatch"), rounds=(12, "of 20 inner steps"),
-        seeds=([0, 1, 2], "which ones"), law=(False, "only split against unsplit"),
+        seeds=([0, 1, 2], "which ones"),
     )  # fmt: skip
     names = [variant.name for variant in VARIANTS]
     made.add_argument("--variants", nargs="+", choices=names, default=names)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from recipes import Tables
 
-PEERS = 4
+PEERS = int(os.environ.get("RIVALS", "4"))
 HIVEMIND: dict[str, dict[str, Any]] = {
     "hivemind": {"min_matchmaking_time": 1.0, "request_timeout": 0.5, "target_group_size": PEERS},
     "hivemind-default": {"min_matchmaking_time": 5.0, "request_timeout": 3.0, "target_group_size": None},

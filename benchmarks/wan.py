@@ -50,7 +50,8 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.trained import Trained
 
 PEERS = 4
-STEPS, STEP_S = 100, 0.039
+STEPS, STEP_S, ROWS = 100, 0.039, 15_040
+"""Of the grid."""
 BITS = {"ours": 4.25, "diloco": 32.0, "streaming": 32.0, "hivemind": 8.0}
 """Per value. int4: four bits, and a scale and a bias of 16 bits each for 128 values."""
 LEARNING_RATE_TIMES = {"tables": 20.0, "gpt": 1.4}
@@ -92,8 +93,7 @@ class Case:
 def grid_case(mbit: int) -> Case:
     up, down = mbit * 1_000_000, max(mbit, 100 if mbit < 50 else 0) * 1_000_000
     line = replace(PROFILES["fibre"], up_bits_per_s=up, down_bits_per_s=down, loss=0.0)
-    options = {"rows": 15_040, "step_s": STEP_S}
-    values = PARTS * WIDTH * 15_040
+    options, values = {"rows": ROWS, "step_s": STEP_S}, PARTS * WIDTH * ROWS
     return Case(line, "tables", options, values, 16, PARTS, STEP_S, STEPS * STEP_S, ("diloco", "streaming"))
 
 
@@ -292,7 +292,7 @@ def hivemind(case: Case, seconds: float, swarm: Bench, lines: Lines) -> Figures:
         words = [*script, str(swarm.folder), str(index), lines.address(name), seed, str(job)]
         workers.append(swarm.start(name, lines.command(name, words), environment()))
         if not index:
-            seed = swarm.wait_for_answers(workers[0])[0]["maddr"]
+            seed = swarm.first_answer(workers[0])["maddr"]
     swarm.wait(workers, TIED_S + seconds + 2 * READY_S)
     told = [swarm.said(worker, '{"tokens') for worker in workers]
     if any(not figures or "loss" not in figures[-1] for figures in told):
@@ -300,7 +300,8 @@ def hivemind(case: Case, seconds: float, swarm: Bench, lines: Lines) -> Figures:
     steps = min(figures[-1]["epoch"] for figures in told)
     walls = [figures[-1]["wall_s"] for figures in told]
     rates = [steps / wall_s for wall_s in walls]
-    return common_figures(case, "hivemind", min(map(_used, told)), statistics.fmean(rates)) | {
+    used = min(_growth(figures, "train_s") for figures in told)
+    return common_figures(case, "hivemind", used, statistics.fmean(rates)) | {
         "wall_s": round(max(walls), 1),
         "tokens_per_s": round(sum(_growth(figures, "tokens") for figures in told), 1),
         "outer_steps": steps,
@@ -309,10 +310,6 @@ def hivemind(case: Case, seconds: float, swarm: Bench, lines: Lines) -> Figures:
             (round(one["wall_s"], 1), round(one["loss"], 4)) for one in told[0] if "loss" in one
         ],
     }  # fmt: skip
-
-
-def _used(figures: Sequence[Figures]) -> float:
-    return _growth(figures, "train_s")
 
 
 def _growth(figures: Sequence[Figures], name: str) -> float:

@@ -115,16 +115,13 @@ class Campaign(LocalSwarm):
         known += tail.new_events()
         return [event for event in known if isinstance(event, kind) and event.at >= since]
 
-    def steps(self, name: str, since: float, until: float) -> tuple[int, float]:
-        """(inner steps, seconds) between the first and the last report of a training peer in a time."""
-        reports = [
+    def reports(self, name: str, since: float, until: float) -> list[Progress]:
+        """Of a peer that trained, in a time."""
+        return [
             event
             for event in self.events(name, Progress, since)
             if event.at <= until and event.phase == "training" and event.wall_s > 0
         ]
-        if len(reports) < 2:
-            return 0, 0.0
-        return reports[-1].inner_steps - reports[0].inner_steps, reports[-1].at - reports[0].at
 
     def wait_until(self, what: str, happened: Callable[[], bool], timeout_s: float = START_S) -> float:
         """Wait until ``happened``; fails when a process died that nobody asked to end. Returns the time."""

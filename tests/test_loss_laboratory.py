@@ -141,7 +141,10 @@ def test_a_table_of_rules_compares_by_seed() -> None:
 
 
 def test_other_settings_are_cases_of_their_own() -> None:
-    for cases in ([*lab.table_cases(), *lab.variant_cases()], lab.rule_cases()):
+    for cases in (
+        [*lab.sized_cases("muon", 1.0), *lab.sized_cases("adamw", 1.0), *lab.variant_cases()],
+        lab.rule_cases(),
+    ):
         assert len({case.name for case in cases}) == len(cases)
         assert len({replace(case, name="") for case in cases}) == len(cases)
 
