@@ -54,10 +54,10 @@ class DemoOptions:
 
     peers: Peers = 4
     seconds: Annotated[float, says("Length of the training.")] = 150.0
-    round_s: Annotated[float, says("Seconds of a round, in which every fragment is exchanged once.")] = 5.0
+    round_s: Annotated[float, says("Seconds of a round, in which every fragment is exchanged once.")] = 2.5
     stages: Annotated[int, says("Cut the model into so many; each peer holds one.", min=1)] = 1
     rule: Annotated[str, says("How new parameters arrive: keep, co2, blend or eager.")] = "keep"
-    codec: Annotated[str, says(f"{codec_names()}.")] = "int4"
+    codec: Annotated[str, says(f"{codec_names()}.")] = "q2"
     carrier: Carrier = "auto"
     device: Annotated[str, says("What all peers train on: auto, cpu, cuda or cuda:1.")] = "auto"
     folder: Annotated[Path | None, says("Where the run is written; runs/demo-<time> if absent.")] = None

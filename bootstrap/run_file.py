@@ -26,12 +26,12 @@ weight_cap = 2.0               # a peer counts at most so many times the median;
 
 [clock]
 mode = "time"                  # a round every round_s seconds; "steps": every inner_steps_per_round
-round_s = 60.0
+round_s = 30.0                 # p2p-co2 plan says how short it may be
 inner_steps_per_round = 30     # mode "steps" only; at least as many as fragments
 rounds = 0                     # the run ends after this many; 0: never
 
 [codec]
-name = "int4"                  # fp32, fp16, bf16, int8, fp4, nf4, int4, e3m0, q2 or sign
+name = "q2"                    # fp32, fp16, bf16, int8, fp4, nf4, int4, e3m0, q2 or sign
 error_feedback = ""            # carry what it lost into the next exchange: true, false; "": with q2 and sign
 error_feedback_decay = 0.95
 

@@ -58,7 +58,7 @@ class ClockConfig(_Frozen):
 
     mode: Literal["steps", "time"] = "time"
     inner_steps_per_round: int = Field(default=30, ge=1)
-    round_s: float = Field(default=60.0, gt=0)
+    round_s: float = Field(default=30.0, gt=0)
     rounds: int = Field(default=0, ge=0)
 
 
@@ -67,8 +67,8 @@ class CodecConfig(_Frozen):
     exchange, times ``error_feedback_decay`` (SparseLoCo, arXiv 2508.15706). Left out or empty it is on with
     codecs that lose much, ``sign`` and ``q2``."""
 
-    name: str = "int4"
-    error_feedback: bool = False
+    name: str = "q2"
+    error_feedback: bool = True
     error_feedback_decay: float = Field(default=0.95, ge=0, le=1)
 
     @model_validator(mode="before")

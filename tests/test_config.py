@@ -128,7 +128,7 @@ def test_a_run_survives_toml_and_its_published_bytes(
     [
         {"name": "other"}, {"seed": 1}, {"fragments": 5}, {"group_size": 3}, {"recipe": "x.py:f"},
         {"recipe_digest": "0" * 64}, {"recipe_options": {"layers": 1}}, {"clock": ClockConfig(round_s=61)},
-        {"salt": "a"}, {"codec": CodecConfig(error_feedback=True)}, {"outer": OuterConfig(clip_phi=9)},
+        {"salt": "a"}, {"codec": CodecConfig(error_feedback=False)}, {"outer": OuterConfig(clip_phi=9)},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip

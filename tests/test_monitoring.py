@@ -38,7 +38,7 @@ def test_the_figures_of_a_run_of_two() -> None:
         "sync_delay_steps": {"mean": 4.0, "max": 6, "histogram": {"2": 4, "4": 4, "6": 4}},
         "utilisation": {"mean": 0.95, "per_peer": {"ada": 0.95, "bob": 0.95}},
         "exposed_s": {"max": 0.2, "per_peer": {"ada": 0.2, "bob": 0.0}},
-        "digests_equal": True, "carriers": {"grpc": 2}, "codec": "int4", "apply_rule": "keep",
+        "digests_equal": True, "carriers": {"grpc": 2}, "codec": "q2", "apply_rule": "keep",
         "versions": {"torch": "2"}, "outer_versions": [3, 3],
         "bytes": {
             "up_per_peer": {"ada": 3000, "bob": 3000}, "down_per_peer": {"ada": 2800, "bob": 2800},

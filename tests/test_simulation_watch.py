@@ -74,7 +74,7 @@ def test_bytes_are_those_of_the_model_and_not_of_the_envelopes(tmp_path: Path, r
     options = options_of(run_file, hours=0.03, profile="fibre", parameters=8_000_000, folder=folder)
     assert run_simulation(options) == 0
     summary = json.loads((folder / "summary.json").read_text())
-    payload = 8_000_000 / 2 * 4.25 / 8  # int4 and a scale for each block of 128, two fragments
+    payload = 8_000_000 / 2 * 2.0625 / 8  # two bits, and a scale for each block of 512, two fragments
     expected = summary["rounds"]["committed"] * payload * 2 * (1 - 1 / 4)
     sent = list(summary["bytes"]["up_per_peer"].values())
     assert sum(sent) / len(sent) == pytest.approx(expected, rel=0.1)

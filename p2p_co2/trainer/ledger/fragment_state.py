@@ -307,9 +307,7 @@ class FragmentState:
         is_whole = mine is not None and mine is self.offers.open and mine.is_live and not missed
         leads = is_whole and alone == self._peer
         merge = None if leads else self._merge_after(old, new, count)
-        if leads:
-            self.residual = None
-        elif mine is not None:
+        if mine is not None and not leads:
             self._advance_residual(mine, missed)
             self._remember_stale(mine, report, parts, missed)
         if mine is not None and not missed and self.offers.open in (None, mine):
