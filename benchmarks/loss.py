@@ -72,8 +72,7 @@ FRAGMENTS: tuple[tuple[tuple[str, int, int], ...], ...] = (
     (("up1", WIDTH, 4 * WIDTH), ("down1", 4 * WIDTH, WIDTH)),
 )
 FED, FED_TIMES = ("wte", "head"), 4.0
-"""Head and token table learn faster than the matrices. While the head is small, the gradients of those are
-noise, of which Adam makes full steps at each peer alone."""
+"""Head and token table learn faster: while the head is small, the gradients of the matrices are noise."""
 SHAPES = {name: (rows, columns) for fragment in FRAGMENTS for name, rows, columns in fragment}
 PARAMETERS = sum(rows * columns for rows, columns in SHAPES.values())
 

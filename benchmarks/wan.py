@@ -4,18 +4,17 @@
     python benchmarks/wan.py --lines dsl transatlantic     # against hivemind
     python benchmarks/wan.py --lines dsl-gpt               # against hivemind, the loss of a text model
 
-Needs root: four peers, each a network namespace behind its line (``lines``. ``line`` in the answer says what
+Needs root: four peers, each a network namespace behind its line (``lines``; ``line`` in the answer says what
 the kernel emulates). Steps have a fixed length, slept, so that two cores do not decide. The grid trains 30.8
-million parameters in four fragments, a round each 3.9 s or 100 steps, on so many Mbit/s up and down (20: up,
-100 down) and 10 ms one way. ``dsl`` and ``transatlantic`` take half of a round for an exchange at best,
-``slow`` twice a round. torchft is installed into ``--torchft-env``, never into this project's environment.
+million parameters in four fragments, a round each ``--steps`` of 39 ms, on so many Mbit/s (20: 100 down) and
+10 ms one way, ``near-50`` without. ``dsl`` and ``transatlantic`` take half of a round for an exchange at
+best, ``slow`` twice a round. torchft is installed into a place of its own.
 
 - ``utilisation``: time in inner steps over time, the slowest peer, between the first rounds and the end of
   the training. ``aside_share``: of that time, checkpoints and held-out loss. ``tokens_per_s``: of all peers.
-- ``floor_s``: a round's payload at the line's upload rate, 2 (1 - 1/M) N b / rate for all systems. b is 4.25
-  bits for ours (int4), 32 for torchft on a CPU, 8 for hivemind. ``against_best``: outer rounds by the best
-  that the line allows, one in the longer of a round and ``floor_s``. ``diloco``, which waits by design,
-  takes the sum.
+- ``floor_s``: a round's payload at the line's upload rate, 2 (1 - 1/M) N b / rate, with b bits a value: our
+  ``--codec``'s, 32 for torchft on a CPU, 8 for hivemind. ``against_best``: outer rounds by the best that the
+  line allows, one in the longer of a round and ``floor_s``; in the sum for ``diloco``, which waits by design.
 - ``steps_late``: inner steps from sending a fragment to applying its mean. ``line_used``: bytes on the line,
   headers included, by what it carries. ``transfer_share``: payload alone, from BEGIN to the last mean.
 - ``loss``: held out; ours of the agreed parameters at the end, hivemind's of each peer's own. ``curve``:
@@ -42,7 +41,8 @@ from lines import Lines
 from recipes import PARTS, WIDTH
 
 from bootstrap.local_swarm import Child, environment
-from p2p_co2.config import ClockConfig, RunConfig, write_toml
+from p2p_co2.codec_specs import SPECS
+from p2p_co2.config import ClockConfig, CodecConfig, RunConfig, write_toml
 from p2p_co2.planning.profiles import PROFILES, LinkProfile
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.system.process import program
@@ -50,10 +50,10 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.trained import Trained
 
 PEERS = 4
-STEPS, STEP_S, ROWS = 100, 0.039, 15_040
+STEP_S, ROWS = 0.039, 15_040
 """Of the grid."""
-BITS = {"ours": 4.25, "diloco": 32.0, "streaming": 32.0, "hivemind": 8.0}
-"""Per value. int4: four bits, and a scale and a bias of 16 bits each for 128 values."""
+BITS = {"ours": 0.0, "diloco": 32.0, "streaming": 32.0, "hivemind": 8.0}
+"""Per value; ours are the codec's."""
 LEARNING_RATE_TIMES = {"tables": 20.0, "gpt": 1.4}
 """hivemind takes one step a round, on mean gradients, so it is given the best of several larger rates."""
 READY_S, LEAVE_S, TIED_S = 90.0, 90.0, 32.0
@@ -90,11 +90,12 @@ class Case:
         return 1 / (self.round_s + floor if system == "diloco" else max(self.round_s, floor))
 
 
-def grid_case(mbit: int) -> Case:
-    up, down = mbit * 1_000_000, max(mbit, 100 if mbit < 50 else 0) * 1_000_000
-    line = replace(PROFILES["fibre"], up_bits_per_s=up, down_bits_per_s=down, loss=0.0)
+def grid_case(mbit: int, steps: int, is_near: bool) -> Case:
+    up, down, far = mbit * 1_000_000, max(mbit, 100 if mbit < 50 else 0) * 1_000_000, PROFILES["fibre"]
+    latency_ms = 0.0 if is_near else far.latency_ms
+    line = replace(far, up_bits_per_s=up, down_bits_per_s=down, loss=0.0, latency_ms=latency_ms)
     options, values = {"rows": ROWS, "step_s": STEP_S}, PARTS * WIDTH * ROWS
-    return Case(line, "tables", options, values, 16, PARTS, STEP_S, STEPS * STEP_S, ("diloco", "streaming"))
+    return Case(line, "tables", options, values, 16, PARTS, STEP_S, steps * STEP_S, ("diloco", "streaming"))
 
 
 def line_case(profile: str, rows: int, fragments: int, step_s: float, share: float, scale: float) -> Case:
@@ -114,15 +115,14 @@ def gpt_case() -> Case:
 
 
 def scaled(profile: str, scale: float) -> LinkProfile:
-    """dsl with 1 % of loss."""
     line = PROFILES[profile]
     up, down = int(scale * line.up_bits_per_s), int(scale * line.down_bits_per_s)
     return replace(line, up_bits_per_s=up, down_bits_per_s=down, loss=0.01 if profile == "dsl" else line.loss)
 
 
-def case_of(name: str, scale: float) -> Case:
-    if name.isdecimal():
-        return grid_case(int(name))
+def case_of(name: str, scale: float, steps: int) -> Case:
+    if (mbit := name.removeprefix("near-")).isdecimal():
+        return grid_case(int(mbit), steps, mbit != name)
     return {
         "dsl": lambda: line_case("dsl", 8192, 2, 0.5, 0.5, scale),
         "transatlantic": lambda: line_case("transatlantic", 16384, 1, 1.0, 0.5, scale),
@@ -134,10 +134,10 @@ def case_of(name: str, scale: float) -> Case:
 # ---- ours
 
 
-def ours(case: Case, seconds: float, swarm: Bench, lines: Lines) -> Figures:
+def ours(case: Case, seconds: float, swarm: Bench, lines: Lines, codec: str) -> Figures:
     rounds = max(3, round(seconds / case.round_s))
     run = RunConfig(
-        name="wan", recipe=case.path, recipe_options=case.options,
+        name="wan", codec=CodecConfig(name=codec), recipe=case.path, recipe_options=case.options,
         recipe_digest=recipe_digest(case.path, case.options), fragments=case.fragments,
         clock=ClockConfig(mode="time", round_s=round(case.round_s, 3), rounds=rounds),
     )  # fmt: skip
@@ -231,7 +231,7 @@ def _transfers(case: Case, events: Sequence[ev.Event]) -> Figures:
 def torchft(case: Case, system: str, seconds: float, swarm: Bench, lines: Lines, there: Path) -> Figures:
     """With its lighthouse on the public machine. Ends with an outer step of all peers after ``seconds``."""
     job = swarm.folder / "job.json"
-    job.write_text(json.dumps({"options": case.options, "steps": STEPS}))
+    job.write_text(json.dumps({"options": case.options, "steps": round(case.round_s / STEP_S)}))
     bind = ["--bind", "0.0.0.0:29510", "--min_replicas", str(PEERS), "--join_timeout_ms", "60000"]
     swarm.start("seed", lines.command("seed", [str(there / "bin" / "torchft_lighthouse"), *bind]))
     lighthouse = f"http://{lines.address('seed')}:29510"
@@ -333,23 +333,23 @@ def common_figures(case: Case, system: str, utilisation: float, rounds_per_s: fl
 
 
 def measure(options: argparse.Namespace) -> Figures:
+    BITS["ours"] = SPECS[options.codec].bits
     report: Figures = {"bits_per_value": BITS}
     for name in options.lines:
-        case = case_of(name, options.scale)
+        case = case_of(name, options.scale, options.steps)
         systems = [one for one in options.systems or ("ours", *case.rivals) if one in ("ours", *case.rivals)]
         report[name] = {}
         for system in systems:
             profiles = {"seed": FAST} | {f"peer{index}": case.line for index in range(PEERS)}
-            place = f"{name}-{system}"
-            with bench(None, options.folder, place) as swarm, Lines(swarm, profiles) as lines:
+            with bench(None, options.folder, f"{name}-{system}") as swarm, Lines(swarm, profiles) as lines:
                 report["line"] = lines.words
                 if system == "ours":
-                    figures = ours(case, options.seconds, swarm, lines)
+                    figures = ours(case, options.seconds, swarm, lines, options.codec)
                 elif system == "hivemind":
                     figures = hivemind(case, options.seconds, swarm, lines)
                 else:
-                    install_torchft(options.torchft_env)
-                    figures = torchft(case, system, options.seconds, swarm, lines, options.torchft_env)
+                    install_torchft(ENVIRONMENT)
+                    figures = torchft(case, system, options.seconds, swarm, lines, ENVIRONMENT)
             report[name][system] = figures
             note(name, system, figures)
     return report
@@ -358,12 +358,13 @@ def measure(options: argparse.Namespace) -> Figures:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.set_defaults(run_it=measure)
-    parser.add_argument("--lines", nargs="+", default=["20", "50", "200", "1000"], metavar="LINE",
-                        help="Mbit/s, or dsl, transatlantic, slow, dsl-gpt")  # fmt: skip
+    names = "Mbit/s, near-50, or dsl, transatlantic, slow, dsl-gpt"
+    parser.add_argument("--lines", nargs="+", default=["20", "50", "200", "1000"], help=names)
     parser.add_argument("--systems", nargs="+", choices=tuple(BITS), help="ours, and those of the line")
     parser.add_argument("--seconds", type=float, default=36.0, help="of training, for each line and system")
+    parser.add_argument("--codec", default="q2", help="ours")
+    parser.add_argument("--steps", type=int, default=100, help="inner steps of a round on Mbit/s")
     parser.add_argument("--scale", type=float, default=1.0, help="of dsl, transatlantic and slow")
-    parser.add_argument("--torchft-env", type=Path, default=ENVIRONMENT)
     parser.add_argument("--folder", type=Path, help="keep the runs here, one folder each")
     run(parser)
 

@@ -93,6 +93,16 @@ class RehearsalOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InitOptions:
+    """A run file to begin with; 0 for what is not given."""
+
+    up_mbit: Annotated[
+        float, says("Make rounds as short as this line allows: the slowest upload that is welcome, Mbit/s.")
+    ] = 0.0
+    peers: Annotated[int, says("Of the run, with --up-mbit.")] = 4
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """A run to plan; 0 and "" for what is not given."""
 

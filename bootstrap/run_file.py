@@ -1,5 +1,5 @@
-"""The default run as a file with every setting explained (``p2p-co2 init`` prints it), and which file is at
-fault for a recipe. A test holds the file and the defaults together."""
+"""The default run as a file with every setting explained (``p2p-co2 init`` prints it), what a line changes in
+it, and which file is at fault for a recipe. A test holds the file and the defaults together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from bootstrap.options import InitOptions, PlanOptions
+from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
 
 DEFAULT_RUN_FILE = """\
@@ -60,6 +62,31 @@ backward_critical = ""         # of those that others wait for: int4, low rank (
 min_replicas = 2               # newcomers go to a stage with fewer first
 tied = "no"                    # "fused": first and last stage share the token table
 """
+
+
+def fitted(text: str, options: InitOptions) -> str:
+    """``text``, a run file, with rounds as short as the line of ``options`` and this machine's inner step
+    allow, by ``plan``."""
+    from bootstrap.plan.plan import make_plan
+
+    plan = make_plan(
+        PlanOptions(run_file=Path("the built-in run"), peers=options.peers, up_mbit=options.up_mbit),
+        RunConfig(),
+    )
+    best = plan.advice.setting
+    late = f"a mean is {plan.advice.forecast.delay_steps:.0f} inner steps late"
+    for default, fits in (
+        ("fragments = 4 ", f"fragments = {len(best.fragments)} "),
+        ("round_s = 30.0 ", f"round_s = {best.round_s:<5g}"),
+        (
+            "p2p-co2 plan says how short it may be",
+            f"at {options.up_mbit:g} Mbit/s up {plan.advice.advised_binding} binds; {late}",
+        ),
+        ('name = "q2"', f'name = "{best.codec}"'),
+    ):
+        assert default in text
+        text = text.replace(default, fits, 1)
+    return text
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from bootstrap.seed import seed_addresses, serve_run
 from p2p_co2 import __version__
 from p2p_co2.cli import main as cli
 from p2p_co2.cli.join import JoinWatch
+from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError, TransportError
 from p2p_co2.system.process import FolderLock
@@ -81,6 +82,15 @@ def test_the_default_run_file_is_the_defaults(printed: Callable[..., str]) -> No
     assert salts[0] != salts[1], "nobody can guess the digest of a run"
     assert texts[0].replace(f'"{salts[0]}"', '""' + " " * 16) == DEFAULT_RUN_FILE
     assert (ROOT / "examples" / "run.toml").read_text(encoding="utf-8") == DEFAULT_RUN_FILE
+
+
+def test_a_run_file_for_a_line_has_rounds_as_short_as_it_allows(printed: Callable[..., str]) -> None:
+    runs = [RunConfig.model_validate(tomllib.loads(printed("init", "--up-mbit", up))) for up in ("0.5", "50")]
+    slow, fast = (run.clock.round_s for run in runs)
+    bits = 2 * (1 - 1 / 4) * SPECS[runs[0].codec.name].bits * 1_269_920
+    assert bits / 0.5e6 / 0.8 < slow < bits / 0.5e6 / 0.8 * 1.2  # four fifths of the line, and headers
+    assert runs[0].codec.name == "sign"
+    assert fast < slow / 5
 
 
 def test_a_bad_run_file_is_refused_by_file_key_and_what_would_be_right(

@@ -17,7 +17,7 @@ from rich.text import Text
 from bootstrap.options import PlanOptions
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError
-from p2p_co2.planning.advice import Advice, advise
+from p2p_co2.planning.advice import Advice, advise, swarm_factor
 from p2p_co2.planning.exchange import LinkFigures, link_of
 from p2p_co2.planning.forecast import Forecast, Setting, even_fragments, forecast, setting_of
 from p2p_co2.planning.memory import TRAIN_BYTES, MachineMemory, MemoryPlan, plan_memory
@@ -45,10 +45,11 @@ class RunPlan:
         return self.advice.is_reached and not (self.memory.room.is_given and self.memory.troubles)
 
 
-def make_plan(options: PlanOptions) -> RunPlan:
-    """Read, measure, reckon. Raises ``ConfigError`` and ``EnvironmentFault``."""
+def make_plan(options: PlanOptions, run: RunConfig | None = None) -> RunPlan:
+    """Read, measure, reckon. ``run``: in the place of the file. Raises ``ConfigError`` and
+    ``EnvironmentFault``."""
     check(options)
-    run = read_run_config(options.run_file)
+    run = run or read_run_config(options.run_file)
     links, link_source = read_links(options, run.seed)
     if options.peers > run.group_size:
         link_source += f"; of {options.peers} peers the slowest {run.group_size}, all that may come"
@@ -241,7 +242,7 @@ WHY = {
     "loss": "lost packets slow every connection down below what the link could carry",
     "latency": "an answer has to be back within a round",
     "processor": "the exchange's own arithmetic has to fit into half of a core",
-    "inner step": "each fragment needs an inner step of its own",
+    "inner step": "each fragment needs one of its own, and rounds of fewer than eight teach no more",
     "copies": "copying fragments out of the model and merging them in stops training for a moment",
     "first and last rounds": "training waits for a run's last rounds, and for as many first ones as it sets",
 }
@@ -323,13 +324,16 @@ def _advised(plan: RunPlan) -> str:
     """What to write into the run file."""
     advice = plan.advice
     best = advice.setting
+    rate = swarm_factor(len(best.links))
     length = f"inner_steps_per_round = {advice.inner_steps}"
     if plan.run.clock.mode == "time":
         length = f"round_s = {best.round_s:g}"
     return (
         f'advised: clock.{length}, fragments = {len(best.fragments)}, codec.name = "{best.codec}", '
         f"outer.sync_delay_steps = 0; the shortest round that reaches {advice.target:.0%} and leaves a fifth "
-        f"of the line idle (an answer comes after {_steps(advice.forecast.delay_steps)})"
+        f"of the line idle (an answer comes after {_steps(advice.forecast.delay_steps)}). The learning rate "
+        f"that fits {len(best.links)} equal peers is {rate:.3g} times that of one alone, after a warm-up of "
+        "300 inner steps or more; byte-gpt takes it by itself"
     )
 
 

@@ -8,16 +8,17 @@ import sys
 from dataclasses import asdict
 from functools import partial
 
-from bootstrap.options import PlanOptions, RehearsalOptions, SeedOptions
+from bootstrap.options import InitOptions, PlanOptions, RehearsalOptions, SeedOptions
 from p2p_co2.cli.command import LOUDNESS, Loudness
 
 
-def init() -> None:
+def init(options: InitOptions) -> None:
     """Print a run file with every setting explained; `p2p-co2 init > run.toml` is a start."""
-    from bootstrap.run_file import DEFAULT_RUN_FILE
+    from bootstrap.run_file import DEFAULT_RUN_FILE, fitted
 
     salt = secrets.token_hex(8)
-    print(DEFAULT_RUN_FILE.replace('salt = ""' + " " * len(salt), f'salt = "{salt}"'), end="")
+    text = DEFAULT_RUN_FILE.replace('salt = ""' + " " * len(salt), f'salt = "{salt}"')
+    print(fitted(text, options) if options.up_mbit else text, end="")
 
 
 def plan(options: PlanOptions) -> int:

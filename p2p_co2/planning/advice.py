@@ -1,9 +1,9 @@
 """What to change: the shortest round that links, processors and the target utilisation allow, and what binds.
 
 Of all settings that reach the target the one with the shortest round is advised, the nearest to data-parallel
-training; fragments so that an answer comes within about a third of a round, where a delay costs little; four
-bits where the link binds, since they cost nothing visible. It satisfies every bound by the same forecast that
-it is shown with."""
+training, but none of fewer than ``LEAST_STEPS``; fragments so that an answer comes within about a third of a
+round, where a delay costs little; one bit a value where the link binds. Twice the meetings are worth more
+than twice the bits. It satisfies every bound by the same forecast that it is shown with."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from p2p_co2.planning.forecast import (
 
 Bounds = dict[str, float]
 """The shortest round (seconds) that each constraint allows, by its name."""
+LEAST_STEPS = 8
+"""Inner steps of a round: half as many were worth nothing more."""
 MOST_PEERS = 16
 """The learning rate grows no further: larger swarms were not measured, and peers are cheap to invent."""
 _LINK_BOUNDS = {"upload", "download", "loss", "latency"}
@@ -59,8 +61,9 @@ def advise(setting: Setting, target: float) -> Advice:
     shown = forecast(setting)
     binding = max(own, key=own.__getitem__)
     best = _shortest(setting, target)
-    if binding in _LINK_BOUNDS and SPECS[setting.codec].bits > SPECS["int4"].bits:
-        best = min(best, _shortest(replace(setting, codec="int4"), target), key=lambda found: found.round_s)
+    if binding in _LINK_BOUNDS and SPECS[setting.codec].bits > SPECS["sign"].bits:
+        fewest = replace(setting, codec="sign", error_feedback=True)
+        best = min(best, _shortest(fewest, target), key=lambda found: found.round_s)
     limits = bounds_of(best, target)
     return Advice(
         target=target,
@@ -85,7 +88,7 @@ def bounds_of(setting: Setting, target: float) -> Bounds:
         slowest.limited_by: math.fsum(time.transfer_s for time in times) / 0.8,
         "latency": slowest.to_apply_s,
         "processor": math.fsum(time.compute_s for time in times) / 0.5,
-        "inner step": len(times) * setting.step_s,
+        "inner step": max(LEAST_STEPS, len(times)) * setting.step_s,
         "copies": 8 * setting.parameters / COPY_BYTES_PER_S / spare,
     }
     if setting.rounds:
