@@ -94,12 +94,14 @@ class RehearsalOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InitOptions:
-    """A run file to begin with; 0 for what is not given."""
+    """A run file to begin with; 0 for what is not given. Of another model ask ``plan``."""
 
     up_mbit: Annotated[
-        float, says("Make rounds as short as this line allows: the slowest upload that is welcome, Mbit/s.")
+        float,
+        says("For the built-in model: rounds as short as this upload allows, the slowest that is welcome."),
     ] = 0.0
-    peers: Annotated[int, says("Of the run, with --up-mbit.")] = 4
+    peers: Annotated[int, says("Of the run, for --up-mbit.")] = 4
+    step_s: Annotated[float, says("Seconds of an inner step, for --up-mbit; measured here if absent.")] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@ it, and which file is at fault for a recipe. A test holds the file and the defau
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,28 +66,25 @@ tied = "no"                    # "fused": first and last stage share the token t
 
 
 def fitted(text: str, options: InitOptions) -> str:
-    """``text``, a run file, with rounds as short as the line of ``options`` and this machine's inner step
-    allow, by ``plan``."""
+    """``text``, the default run file, with rounds as short as the line of ``options`` allows for the built-in
+    model, by ``plan``. Raises as ``make_plan``."""
     from bootstrap.plan.plan import make_plan
 
-    plan = make_plan(
-        PlanOptions(run_file=Path("the built-in run"), peers=options.peers, up_mbit=options.up_mbit),
-        RunConfig(),
-    )
+    file, up_mbit = Path("the built-in run"), options.up_mbit
+    wanted = PlanOptions(run_file=file, peers=options.peers, up_mbit=up_mbit, step_s=options.step_s)
+    plan = make_plan(wanted, RunConfig())
     best = plan.advice.setting
-    late = f"a mean is {plan.advice.forecast.delay_steps:.0f} inner steps late"
-    for default, fits in (
-        ("fragments = 4 ", f"fragments = {len(best.fragments)} "),
-        ("round_s = 30.0 ", f"round_s = {best.round_s:<5g}"),
-        (
-            "p2p-co2 plan says how short it may be",
-            f"at {options.up_mbit:g} Mbit/s up {plan.advice.advised_binding} binds; {late}",
-        ),
-        ('name = "q2"', f'name = "{best.codec}"'),
+    steps = math.ceil(best.round_s / best.step_s)
+    why = f"{steps} inner steps here; bound by {plan.advice.advised_binding} at {up_mbit:g} Mbit/s up"
+    for name, default, fits in (
+        ("fragments", "4", str(len(best.fragments))),
+        ("round_s", "30.0", f"{best.round_s:g}"),
+        ("name", '"q2"', f'"{best.codec}"'),
     ):
-        assert default in text
-        text = text.replace(default, fits, 1)
-    return text
+        line = f"{name} = {default}"
+        assert f"\n{line} " in text
+        text = text.replace(f"\n{line.ljust(30)}", f"\n{f'{name} = {fits}'.ljust(30)}", 1)
+    return text.replace("p2p-co2 plan says how short it may be", f"for byte-gpt; {why}", 1)
 
 
 @contextmanager

@@ -85,12 +85,20 @@ def test_the_default_run_file_is_the_defaults(printed: Callable[..., str]) -> No
 
 
 def test_a_run_file_for_a_line_has_rounds_as_short_as_it_allows(printed: Callable[..., str]) -> None:
-    runs = [RunConfig.model_validate(tomllib.loads(printed("init", "--up-mbit", up))) for up in ("0.5", "50")]
+    runs = [
+        RunConfig.model_validate(tomllib.loads(printed("init", "--up-mbit", up, "--step-s", "0.05")))
+        for up in ("0.5", "50")
+    ]
     slow, fast = (run.clock.round_s for run in runs)
     bits = 2 * (1 - 1 / 4) * SPECS[runs[0].codec.name].bits * 1_269_920
-    assert bits / 0.5e6 / 0.8 < slow < bits / 0.5e6 / 0.8 * 1.2  # four fifths of the line, and headers
+    assert bits / 0.5e6 / 0.8 < slow < bits / 0.5e6 / 0.8 * 1.4  # four fifths of the line, control and headers
     assert runs[0].codec.name == "sign"
-    assert fast < slow / 5
+    assert 'name = "q2"' in printed("init", "--up-mbit", "0.5", "--step-s", "0.05", "--peers", "2")
+    assert fast == pytest.approx(8 * 0.05), "no fewer than eight inner steps"
+
+
+def test_peers_of_a_run_file_are_those_of_a_line(refused: Refused) -> None:
+    refused(["init", "--peers", "8"], "--up-mbit")
 
 
 def test_a_bad_run_file_is_refused_by_file_key_and_what_would_be_right(

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,17 +125,20 @@ def test_loss_falls_in_thirty_steps(text: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rounds", "factors"),
+    ("clock", "factors"),
     [
-        (0, {0: 0.1, 20: 0.55, 40: 1.0, 1000: 1.0}),  # without an end
-        (120, {0: 0.1, 20: 0.55, 40: 1.0, 80: 0.55, 120: 0.1, 160: 0.1}),
-        (6, {1: 0.55, 2: 1.0, 4: 0.55, 6: 0.1}),  # a third of it, at most
+        ({"round_s": 30}, {0: 0.1, 5: 0.55, 10: 1.0, 1000: 1.0}),  # without an end; 300 s
+        (
+            {"mode": "steps", "inner_steps_per_round": 10, "rounds": 120},
+            {15: 0.55, 30: 1, 75: 0.55, 120: 0.1},
+        ),
+        ({"round_s": 2.5, "rounds": 12}, {0: 0.1, 2: 0.55, 4: 1.0, 8: 0.55, 12: 0.1, 20: 0.1}),  # a third
     ],
 )
 def test_the_built_in_recipes_rate_warms_up_and_has_fallen_when_the_run_ends(
-    rounds: int, factors: dict[float, float]
+    clock: dict[str, Any], factors: dict[float, float]
 ) -> None:
-    run = RunConfig(clock=ClockConfig(rounds=rounds), recipe_digest=recipe_digest("byte-gpt", {}))
+    run = RunConfig(clock=ClockConfig(**clock), recipe_digest=recipe_digest("byte-gpt", {}))
     recipe = load_run_recipe(run)
     assert recipe.fits_swarm
     assert {at: recipe.learning_rate(at) for at in factors} == pytest.approx(factors)

@@ -333,7 +333,7 @@ def _advised(plan: RunPlan) -> str:
         f"outer.sync_delay_steps = 0; the shortest round that reaches {advice.target:.0%} and leaves a fifth "
         f"of the line idle (an answer comes after {_steps(advice.forecast.delay_steps)}). The learning rate "
         f"that fits {len(best.links)} equal peers is {rate:.3g} times that of one alone, after a warm-up of "
-        "300 inner steps or more; byte-gpt takes it by itself"
+        "300 inner steps; byte-gpt takes both by itself"
     )
 
 

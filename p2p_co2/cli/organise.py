@@ -10,6 +10,7 @@ from functools import partial
 
 from bootstrap.options import InitOptions, PlanOptions, RehearsalOptions, SeedOptions
 from p2p_co2.cli.command import LOUDNESS, Loudness
+from p2p_co2.errors import ConfigError
 
 
 def init(options: InitOptions) -> None:
@@ -18,6 +19,8 @@ def init(options: InitOptions) -> None:
 
     salt = secrets.token_hex(8)
     text = DEFAULT_RUN_FILE.replace('salt = ""' + " " * len(salt), f'salt = "{salt}"')
+    if not options.up_mbit and options != InitOptions():
+        raise ConfigError.of_option("--up-mbit", "is what --peers and --step-s are for; give it, such as 10")
     print(fitted(text, options) if options.up_mbit else text, end="")
 
 

@@ -61,8 +61,9 @@ def advise(setting: Setting, target: float) -> Advice:
     shown = forecast(setting)
     binding = max(own, key=own.__getitem__)
     best = _shortest(setting, target)
-    if binding in _LINK_BOUNDS and SPECS[setting.codec].bits > SPECS["sign"].bits:
-        fewest = replace(setting, codec="sign", error_feedback=True)
+    least = "sign" if len(setting.links) > 2 else "q2"  # of two the heavier one's signs are the mean's
+    if binding in _LINK_BOUNDS and SPECS[setting.codec].bits > SPECS[least].bits:
+        fewest = replace(setting, codec=least, error_feedback=True)
         best = min(best, _shortest(fewest, target), key=lambda found: found.round_s)
     limits = bounds_of(best, target)
     return Advice(

@@ -35,20 +35,20 @@ class PartWeights:
 
 def only_peer(parts: Sequence[PartWeights]) -> str | None:
     """The peer whose work alone is in all of the parts, if there is such a one."""
-    first, *others = {peer for part in parts for peer, weight in part.weights.items() if weight}
-    return None if others else first
+    inside = {peer for part in parts for peer, weight in part.weights.items() if weight}
+    return inside.pop() if len(inside) == 1 else None
 
 
 def effective_peers(parts: Sequence[PartWeights]) -> float:
     """So many peers of equal weight would average out as much noise: (sum of weights)² / sum of squares, mean
     of the parts by their sizes."""
-    sizes = [part.stop_block - part.start_block for part in parts]
-    found = 0.0
-    for size, part in zip(sizes, parts, strict=True):
-        most = max(part.weights.values())  # by which none of the squares is lost
-        shares = [weight / most for weight in part.weights.values()]
-        found += size * sum(shares) ** 2 / sum(share * share for share in shares)
-    return found / sum(sizes)
+    found = []
+    for part in parts:
+        most = max(part.weights.values(), default=0.0)  # by which none of the squares is lost
+        shares = [weight / most for weight in part.weights.values()] if most else [1.0]
+        size = part.stop_block - part.start_block
+        found.append((size, sum(shares) ** 2 / sum(share * share for share in shares)))
+    return sum(size * one for size, one in found) / (sum(size for size, _ in found) or 1)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from p2p_co2.config import OWN_LOOP, RunConfig
+from p2p_co2.config import OWN_LOOP, ClockConfig, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, byte_gpt_stages, next_token_loss, numel_of, sample_text
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus, option_error, text_corpus, token_corpus
@@ -59,7 +59,7 @@ _OTHER_OPTIONS = {
     "batch": 8,
     "optimizer": AUTO,
     "learning_rate": 0.0,  # the optimizer's
-    "warmup_rounds": 40.0,  # 300 inner steps where rounds are shortest
+    "warmup_rounds": 0.0,  # as ``warm_up_and_decay`` has it
 }
 _LARGEST = 65536
 """Of a whole number among them: token ids are uint16."""
@@ -90,18 +90,21 @@ def _made_one(make: Callable[[Iterable[nn.Parameter]], Any], parameters: Iterabl
 def warm_up(position: float, rounds: float = WARMUP_ROUNDS) -> float:
     """Factor of the learning rate at ``position`` (rounds since the run began): 0.1, rising to 1 after
     ``rounds``."""
-    return 1.0 if position >= rounds else 0.1 + 0.9 * max(0.0, position) / rounds
+    return 1.0 if position >= rounds or rounds <= 0 else 0.1 + 0.9 * max(0.0, position) / rounds
 
 
-def warm_up_and_decay(position: float, warmup: float, rounds: int) -> float:
-    """Factor of the learning rate: ``warm_up``, for at most a third of the run's ``rounds``, then half a
-    cosine down to a tenth. 0 rounds stand for a run without an end, whose rate stays."""
-    if not rounds:
+def warm_up_and_decay(position: float, warmup: float, clock: ClockConfig) -> float:
+    """Factor of the learning rate: ``warm_up`` for so many rounds, then half a cosine down to a tenth by the
+    run's last one; a run without an end keeps its rate. ``warmup`` 0: 300 inner steps, or 300 s where the
+    clock counts time. Never more than a third of the run."""
+    if not warmup:
+        warmup = 300.0 / (clock.round_s if clock.mode == "time" else clock.inner_steps_per_round)
+    if not clock.rounds:
         return warm_up(position, warmup)
-    warmup = min(warmup, rounds / 3)
+    warmup = min(warmup, clock.rounds / 3)
     if position < warmup:
         return warm_up(position, warmup)
-    done = min(1.0, (position - warmup) / (rounds - warmup))
+    done = min(1.0, (position - warmup) / (clock.rounds - warmup))
     return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
@@ -196,13 +199,13 @@ class Code(NamedTuple):
 
 def load_recipe(
     name: str, options: Options, seed: int, stages: int = 1, is_tied: bool = False, code: Code | None = None,
-    data: Mapping[str, str] | None = None, rounds: int = 0,
+    data: Mapping[str, str] | None = None, clock: ClockConfig | None = None,
 ) -> Recipe:  # fmt: skip
     """Build the recipe called ``name`` ("byte-gpt", or ``path/to/file.py:function``) with its model drawn
     from ``seed``. ``stages``: of the run; above 1 the model is an outline, of the stages joined. ``is_tied``:
     whether the first of them and the last share a table. ``code``: runs in the place of what lies there now.
     ``data``: this peer's own paths: "text" or "tokens" of the built-in recipe, "data" of an own one.
-    ``rounds``: of the run, by which the built-in recipe's learning rate has decayed; 0 for one without end.
+    ``clock``: of the run, by which the built-in recipe's learning rate warms up and decays.
 
     Raises ``ConfigError`` for an unknown name, file, function or option, a text that cannot be used, and a
     function that returns no ``Recipe`` or ``(model, batches, loss)``. Other errors inside a user's own
@@ -212,7 +215,7 @@ def load_recipe(
         raise ConfigError(name, "", problem)
     with drawn_from(seed):
         made = (
-            _byte_gpt(options, stages, is_tied, data or {}, rounds)
+            _byte_gpt(options, stages, is_tied, data or {}, clock or ClockConfig())
             if name == BYTE_GPT
             else _user_recipe(name, options, code or Code.of(name), data or {})
         )
@@ -313,7 +316,7 @@ def load_run_recipe(
         raise ConfigError.of_option("--data", f"{problem}; use --text or --tokens")
     made = load_recipe(
         name, run.recipe_options, run.seed, run.pipeline.stages, run.pipeline.is_tied, code, data,
-        run.clock.rounds,
+        run.clock,
     )  # fmt: skip
     if is_trained and made.held_out is None and not own:
         problem = "this run trains on token ids, and Python's own text has none; name your file of them"
@@ -337,7 +340,9 @@ def load_measuring_recipe(run: RunConfig, own: str = "", data: Mapping[str, str]
 # The built-in recipe
 
 
-def _byte_gpt(options: Options, stages: int, is_tied: bool, data: Mapping[str, str], rounds: int) -> Recipe:
+def _byte_gpt(
+    options: Options, stages: int, is_tied: bool, data: Mapping[str, str], clock: ClockConfig
+) -> Recipe:
     shape, settings = check_options(options)
     needs = 4 * (numel_of(shape) // stages + shape.context * shape.width)
     free = available_memory_bytes()
@@ -369,7 +374,7 @@ def _byte_gpt(options: Options, stages: int, is_tied: bool, data: Mapping[str, s
         batches=partial(_windows, corpus.train, shape.context),
         loss=next_token_loss,
         optimizer=_inner_optimizer(shape, settings),
-        learning_rate=partial(warm_up_and_decay, warmup=float(settings["warmup_rounds"]), rounds=rounds),
+        learning_rate=partial(warm_up_and_decay, warmup=float(settings["warmup_rounds"]), clock=clock),
         fits_swarm=True,
         held_out=partial(_held_out_loss, corpus, shape.context, _HELD_OUT) if is_measured else None,
         glance=partial(_held_out_loss, corpus, shape.context, _GLANCE) if is_measured else None,

@@ -170,6 +170,9 @@ def _join(
         "A factor on the optimizer's own rates at a position, in rounds. Left out: the rates are the "
         "program's.",
     ] = None,
+    fits_swarm: Annotated[
+        bool, "Multiply the rates, one machine's, by the root of the number of peers in the last means."
+    ] = False,
     evaluate: Annotated[
         Callable[[nn.Module], float] | None,
         "A held-out loss, measured on the agreed parameters now and then, for boards.",
@@ -218,13 +221,13 @@ def _join(
         if peers.board:
             say(f"board: {connected.board or missing('board')}")
         try:
-            return connected.start(model, inner, lr_schedule, resume, start_over, group)
+            return connected.start(model, inner, lr_schedule, resume, start_over, group, fits_swarm)
         except BaseException:
             connected.close()
             raise
 
     try:
-        peer = as_one_peer(group, model, inner, lead, lr_schedule)
+        peer = as_one_peer(group, model, inner, lead, lr_schedule, fits_swarm)
     except BaseException:
         for written in journals:
             written.close()

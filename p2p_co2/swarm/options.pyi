@@ -20,6 +20,8 @@ class Options(TypedDict, total=False):
     "Begin anew, whatever others have trained and left."
     lr_schedule: Callable[[float], float] | None
     "A factor on the optimizer's own rates at a position, in rounds. Left out: the rates are the program's."
+    fits_swarm: bool
+    "Multiply the rates, one machine's, by the root of the number of peers in the last means."
     evaluate: Callable[[nn.Module], float] | None
     "A held-out loss, measured on the agreed parameters now and then, for boards."
     journal: bool

@@ -175,6 +175,8 @@ class Connection:
             raise ConfigError("start", "start_over", problem)
         check_model(model, optimizer, in_group=group is not None)
         rates = LearningRates(optimizer, learning_rate, self._part.warn, fits_swarm)
+        if self.run.recipe != OWN_LOOP:
+            rates.is_followed = True  # whose author alone could change them
         stages = self.run.pipeline.stages
         stage = self._part.group.number
         if stages > 1 and stage is None:

@@ -57,15 +57,16 @@ class LearningRates:
     def __init__(
         self, optimizer: Optimizer, factor: Factor | None, warn: Callable[[str], None], fits: bool = False
     ) -> None:
+        factor = (lambda _: 1.0) if fits and factor is None else factor
         groups = optimizer.param_groups
         is_scheduled = factor is not None
         self._optimizer = optimizer
         self._factor = factor
         self._warn = warn
         self._fits = fits
-        self._is_followed = fits
+        self.is_followed = fits
         """Whether somebody fits the rates to the swarm: then its size is no news."""
-        self._told_factor = 0.0
+        self._told_least = self._told_most = 1.0
         self.peers = 1.0
         """In the last means, by their weights."""
         self._base = [_base(group, index, is_scheduled) for index, group in enumerate(groups)]
@@ -98,14 +99,14 @@ class LearningRates:
     def suggested(self, base: float) -> float:
         """The rate that fits the swarm as it is now. ``base``: a lone peer's, for a run of that length. The
         swarm's size is told no more then."""
-        self._is_followed = True
+        self.is_followed = True
         return base * swarm_factor(self.peers)
 
     def set(self, position: float, peers: float = 1.0) -> None:
         """The rates at ``position`` in a swarm of so many equal ``peers``."""
         self.peers = peers
         times = swarm_factor(peers)
-        if not self._is_followed and times > 1.0:
+        if not (self.is_followed or self._told_least / 1.5 <= times <= self._told_most * 1.5):
             self._tell_of(times)
         if self._factor is None:
             self._put_back()
@@ -124,14 +125,12 @@ class LearningRates:
             put_rate(group, rate)
 
     def _tell_of(self, times: float) -> None:
-        told = self._told_factor or times
-        self._told_factor = told
-        if max(times / told, told / times) > 1.5:
-            self._told_factor = times
-            self._warn(
-                f"the swarm is now of about {self.peers:.0f} equal peers: the learning rate that fits it is "
-                f"{times / told:.2g} times that of before (suggested_lr)"
-            )
+        self._told_least = min(times, self._told_least)
+        self._told_most = max(times, self._told_most)
+        self._warn(
+            f"the swarm is of about {self.peers:.0f} equal peers now: the learning rate that fits it is "
+            f"{times:.2g} times that of one machine alone (fits_swarm of join, or Swarm.suggested_lr)"
+        )
 
     def _put_back(self) -> None:
         """Put a held rate back where it rose. A warm-up multiplies what it finds by less each time. A rate

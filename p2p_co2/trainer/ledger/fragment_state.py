@@ -132,7 +132,7 @@ class FragmentState:
         self._uses = uses
         self._run = run
         self._rule = get_rule(run.outer)
-        self._alone = run.outer.model_copy(update={"lr": 1.0, "momentum": 0.0, "nesterov": True})
+        self._alone = run.outer.model_copy(update={"lr": 1.0, "momentum": 0.0, "nesterov": False})
         """The outer step where a mean is one peer's alone: there is nothing to average out."""
         self._codec = codec
         self._peer = peer
@@ -303,9 +303,10 @@ class FragmentState:
         if self._rule.returns_work and not refused:
             moved = StepChange(self._run.outer, mean, new.momentum, report.gap)
             self.departure = self.departure._replace(offset=(*self.departure.offset, moved))
-        # Alone, live parameters lead: what the codec lost of their work is in the next gradient by itself.
+        # Alone, live parameters lead: what the codec lost of their work is in the next gradient by itself. A
+        # residual of earlier company is not, so it is used up in the usual way first.
         is_whole = mine is not None and mine is self.offers.open and mine.is_live and not missed
-        leads = is_whole and alone == self._peer
+        leads = is_whole and alone == self._peer and self.residual is None
         merge = None if leads else self._merge_after(old, new, count)
         if mine is not None and not leads:
             self._advance_residual(mine, missed)
@@ -318,7 +319,7 @@ class FragmentState:
         self._readers = {"others"} if refused or (merge and merge.addend is new.params) else set()
         lost = sum(part.stop - part.start for part in missed) / self.numel
         share = 0.0 if mine is None else 1.0 - lost
-        return self._outcome(merge, report, share, ended, refused, effective_peers(parts))
+        return self._outcome(merge, report, share, ended, refused, effective_peers(parts) / self._uses)
 
     def _merge_after(self, old: AgreedState, new: AgreedState, count: Count) -> Merge | None:
         if count.is_forgotten:

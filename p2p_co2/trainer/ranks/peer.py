@@ -321,7 +321,7 @@ AnyPeer = Peer | FollowingPeer
 
 def as_one_peer(
     group: Group | None, model: nn.Module, optimizer: Optimizer, lead: Callable[[], Peer],
-    learning_rate: Factor | None = None,
+    learning_rate: Factor | None = None, fits_swarm: bool = False,
 ) -> AnyPeer:  # fmt: skip
     """What ``lead`` joins, on every rank of ``group``. Called on all of them at the same time; raises what
     ``lead`` raises on rank 0."""
@@ -331,7 +331,9 @@ def as_one_peer(
     if not ranks.leads:
         with ranks.together():
             follower = Follower(group, model, optimizer)
-            return FollowingPeer(group, follower, LearningRates(optimizer, learning_rate, _nobody))
+            return FollowingPeer(
+                group, follower, LearningRates(optimizer, learning_rate, _nobody, fits_swarm)
+            )
     with ranks.commanding():
         peer = lead()
         ranks.tell("go", True, peer.position, peer.inner_steps, peer.over, peer.rates.peers)
