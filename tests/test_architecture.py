@@ -49,8 +49,8 @@ TOO_LARGE = {
 }
 """The classes that may be larger than the rule, each with its reason."""
 REACHED = {
-    "product lines": 52_620,
-    "test lines": 39_510,
+    "product lines": 52_680,
+    "test lines": 39_540,
     "module constants of time": 124,
     "numeric module constants": 502,
     "test functions that start processes": 73,

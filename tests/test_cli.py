@@ -91,7 +91,9 @@ def test_a_run_file_for_a_line_has_rounds_as_short_as_it_allows(printed: Callabl
     ]
     slow, fast = (run.clock.round_s for run in runs)
     bits = 2 * (1 - 1 / 4) * SPECS[runs[0].codec.name].bits * 1_269_920
-    assert bits / 0.5e6 / 0.8 < slow < bits / 0.5e6 / 0.8 * 1.4  # four fifths of the line, control and headers
+    assert (
+        bits / 0.5e6 / 0.8 < slow < bits / 0.5e6 / 0.8 * 1.4
+    )  # four fifths of the line, control and headers
     assert runs[0].codec.name == "sign"
     assert 'name = "q2"' in printed("init", "--up-mbit", "0.5", "--step-s", "0.05", "--peers", "2")
     assert fast == pytest.approx(8 * 0.05), "no fewer than eight inner steps"

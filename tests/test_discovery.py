@@ -164,11 +164,11 @@ async def test_a_run_of_another_protocol_is_refused_by_its_manifest(
     """Nobody in it would answer, and a peer that hears nobody trains alone."""
     async with open_member(tmp_path / "seed", []) as seed, open_member(tmp_path / "a", seed.maddrs) as a:
         with monkeypatch.context() as later:
-            later.setattr("p2p_co2.net.discovery.discovery.PROTOCOL_VERSION", 8)
+            later.setattr("p2p_co2.net.discovery.discovery.PROTOCOL_VERSION", 99)
             later.setattr("p2p_co2.net.discovery.discovery.__version__", "9.8\x1b[2J")
             await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE)
         with pytest.raises(
-            TicketError, match=r"speaks version 8.*p2p-co2 9\.8\?\[2J.*install the organiser"
+            TicketError, match=r"speaks version 99.*p2p-co2 9\.8\?\[2J.*install the organiser"
         ) as refused:
             await a.discovery.fetch_manifest(seed.identity.peer_id)
         assert str(refused.value).isprintable()

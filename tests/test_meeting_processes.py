@@ -29,7 +29,7 @@ def test_a_model_that_is_not_the_runs_is_refused_by_name_and_a_newcomer_takes_ru
             kind = "right" if name == "newcomer" else name
             running.start(name, [sys.executable, script, running.ticket, str(tmp_path / name), kind])
             if name == "right":
-                running.wait_for(name, FragmentApplied, 8)
+                running.wait_for(name, FragmentApplied, 24)
         for name, words in {
             "turned": r"1\.weight: shape \(16, 64\) here and \(64, 16\) there",
             "other-base": r"0\.weight: the frozen values differ .* load the same base",

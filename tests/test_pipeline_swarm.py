@@ -31,6 +31,7 @@ def run_of(
     stages: int, round_s: float, rounds: int = 0, codec: str = "fp32", min_replicas: int = 1, tied: str = "no"
 ) -> RunConfig:
     options: dict[str, str | int | float | bool] = {"layers": stages, "width": 32, "heads": 2, "context": 32}
+    options["warmup_rounds"] = 0.5
     return RunConfig(
         name="stages",
         recipe_options=options,

@@ -27,15 +27,14 @@ Bounds = dict[str, float]
 """The shortest round (seconds) that each constraint allows, by its name."""
 LEAST_STEPS = 8
 """Inner steps of a round: half as many were worth nothing more."""
-MOST_PEERS = 16
-"""The learning rate grows no further: larger swarms were not measured, and peers are cheap to invent."""
 _LINK_BOUNDS = {"upload", "download", "loss", "latency"}
 
 
 def swarm_factor(peers: float) -> float:
     """What a lone peer's inner learning rate is multiplied by in a swarm of so many equal peers: the root.
-    Adam divides by the noise of each peer's gradient, which is a root of N larger than the mean's."""
-    return math.sqrt(min(max(peers, 1.0), MOST_PEERS))
+    Adam divides by the noise of each peer's gradient, which is a root of N larger than the mean's. From 16 on
+    it grows no more: larger swarms were not measured, and peers are cheap to invent."""
+    return math.sqrt(min(max(peers, 1.0), 16.0))
 
 
 @dataclass(frozen=True, kw_only=True)

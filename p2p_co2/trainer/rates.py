@@ -66,8 +66,8 @@ class LearningRates:
         self._fits = fits
         self.is_followed = fits
         """Whether somebody fits the rates to the swarm: then its size is no news."""
-        self._told_least = self._told_most = 1.0
-        self.peers = 1.0
+        self._told_least = self._told_most = 0.0
+        self.peers = 0.0
         """In the last means, by their weights."""
         self._base = [_base(group, index, is_scheduled) for index, group in enumerate(groups)]
         self._warming_up = [
@@ -102,11 +102,13 @@ class LearningRates:
         self.is_followed = True
         return base * swarm_factor(self.peers)
 
-    def set(self, position: float, peers: float = 1.0) -> None:
-        """The rates at ``position`` in a swarm of so many equal ``peers``."""
+    def set(self, position: float, peers: float = 0.0) -> None:
+        """The rates at ``position`` in a swarm of so many equal ``peers``; 0 if that is not known yet."""
         self.peers = peers
         times = swarm_factor(peers)
-        if not (self.is_followed or self._told_least / 1.5 <= times <= self._told_most * 1.5):
+        if peers and not self._told_most:
+            self._told_least = self._told_most = times
+        elif peers and not (self.is_followed or self._told_least / 1.5 <= times <= self._told_most * 1.5):
             self._tell_of(times)
         if self._factor is None:
             self._put_back()

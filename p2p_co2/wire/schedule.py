@@ -208,12 +208,13 @@ class WorkAccount:
         self._has_offered = [False] * self._count
         self._delays_s: deque[float] = deque(maxlen=2 * self._count)
         """From the offer to the mean, of the last rounds."""
-        self._peers = [1.0] * self._count
+        self._peers = [0.0] * self._count
 
     @property
     def peers(self) -> float:
-        """In the fragments' last means, by their weights; 1 before the first."""
-        return math.fsum(self._peers) / self._count
+        """In the fragments' last means, by their weights; 0 before the first."""
+        known = [one for one in self._peers if one]
+        return math.fsum(known) / len(known) if known else 0.0
 
     def due(self, last_position: float, position: float, is_line_full: bool = False) -> list[int]:
         """Fragments that wait to be sent, or passed a point on the way to ``position``, in the order of their
