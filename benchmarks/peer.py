@@ -1,6 +1,6 @@
 """What a run costs one peer: memory, stops for checkpoints, time of a step, traffic at rest.
 
-    python benchmarks/peer.py memory [--width 2000] [--cases int4-keep fp16-co2-ef ...] [--repeats 3]
+    python benchmarks/peer.py memory [--width 2000] [--cases q2-keep-ef fp16-co2-ef ...] [--repeats 3]
     python benchmarks/peer.py checkpoint [--width 2048] [--peers 1 4] [--every-s 3] [--seconds 25]
     python benchmarks/peer.py step [--pairs 5]
     python benchmarks/peer.py control [--peers 4 8 16 24] [--after-s 60] [--seconds 60] [--round-s 30]
@@ -68,12 +68,12 @@ def _inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, width: int, 
 # ---- memory
 
 PEERS, ROUNDS, STEPS_PER_ROUND, TINY_WIDTH, STEP_S = 2, 4, 8, 16, 0.02
-DEFAULT = "int4-keep"
+DEFAULT = "q2-keep-ef"
 CASES: dict[str, Figures] = {
     f"{codec}-{rule}{'-ef' * feedback}": {
         "codec": {"name": codec, "error_feedback": feedback}, "outer": {"rule": rule},
     }
-    for codec in ("int4", "int8", "fp16") for feedback in (False, True)
+    for codec in ("q2", "int4", "fp16") for feedback in (False, True)
     for rule in ("keep", "blend", "co2", "eager")
 }  # fmt: skip
 
