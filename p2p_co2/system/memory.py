@@ -32,9 +32,10 @@ class JoinedBuffers:
 
     def __init__(self, *pieces: Buffer) -> None:
         self._pieces = [memoryview(piece).cast("B") for piece in pieces]
+        self._length = sum(map(len, self._pieces))
 
     def __len__(self) -> int:
-        return sum(map(len, self._pieces))
+        return self._length
 
     def __getitem__(self, at: slice) -> bytes:
         return b"".join(self.views(at))
