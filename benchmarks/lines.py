@@ -111,7 +111,7 @@ class Lines:
     def _wire(self, machine: str, port: str, profile: LinkProfile) -> None:
         self._add(machine)
         pieces = (
-            f"gso_max_size {_PIECE_BYTES}" if profile.up_bits_per_s > _FAST_BITS_PER_S else "gso_max_segs 1"
+            f"gso_max_size {_PIECE_BYTES}" if profile.up_bits_per_s >= _FAST_BITS_PER_S else "gso_max_segs 1"
         )
         _ip(
             machine,

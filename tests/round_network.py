@@ -394,7 +394,7 @@ class Network:
     def _check(self, peer: Peer, job: CheckWanted) -> None:
         if peer.alive:
             is_good = self.finds_itself(peer.name, job)
-            peer.machine.checked(job, Likeness(1.0 if is_good else -1.0, 1.0), self.now)
+            peer.machine.checked(job, Likeness(1.0 if is_good else -1.0, 1.0, 1.0), self.now)
             self.pump(peer.name)
 
     # ---- what happened

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.errors import LocalProtocolError
+from p2p_co2.protocol.rounds import Likeness
 from p2p_co2.protocol.rounds.attempt import Share, capped
+from p2p_co2.protocol.rounds.exchange import Findings
 from p2p_co2.rule_specs import AGGREGATION_RULES
 from p2p_co2.tensors.aggregation import AggregationRule, HostileSlice, compare, get_rule, reduce_slices
 from p2p_co2.tensors.aggregation.centred import LONGEST, centred, usual_length
@@ -86,22 +88,48 @@ def test_a_mean_is_compared_with_a_slice_in_it(name: str, blocks: int) -> None:
     one = decoded(name, mine)
     for scale in (1.0, -1.0, 10.0):
         mean = scale * (0.3 * one + 0.8 * other)
-        cosine, length = compare(codec, mine, encoded(name, mean))
+        cosine, length, rms = compare(codec, mine, encoded(name, mean))
         wanted = float(torch.dot(mean, one) / mean.norm() / one.norm())
         assert cosine == pytest.approx(wanted, abs=0.15 if blocks < 9 else 0.04)
+        assert rms == pytest.approx(float(one.square().mean().sqrt()), rel=0.1)
         longer = float(mean.norm() / one.norm())
         assert length == pytest.approx(longer, rel=0.3 if blocks < 9 else 0.1)
+
+
+@pytest.mark.parametrize("name", ["int4", "sign"])
+def test_members_that_used_few_rows_of_a_table_find_their_work(name: str) -> None:
+    """Rows of very unequal length, a few hundredths of them used by each of four members: often a member's
+    rows of a part are nothing beside another's. A part a hundred times too long is still seen."""
+    codec, width, count, parts = get_codec(name), width_of(name), 1024, 8
+    lengths = 10 ** (-3 * torch.rand(count, 1, generator=torch.Generator().manual_seed(0)))
+    refused = [0, 0]
+    for seed in range(15):
+        rows = gaussians(count * width, seed).view(count, width) * lengths
+        slices = []
+        for member in range(4):
+            generator = torch.Generator().manual_seed(4 * seed + member)
+            used = torch.rand(count, 1, generator=generator) < 0.03
+            slices.append(torch.where(used, rows, 0.0).view(parts, -1))
+        for factor in (1.0, 100.0):
+            findings = Findings[int]()
+            for part in range(parts):
+                mean = sum(one[part] for one in slices) / 4 * (factor if part == 0 else 1.0)
+                like = compare(codec, encoded(name, slices[0][part]), encoded(name, mean))
+                findings[part] = PeerId(f"owner {part}"), Likeness(*like)
+            refused[factor > 1] += bool(findings.refused)
+    assert not refused[0]
+    assert refused[1] > 10
 
 
 def test_nothing_tells_nothing_and_what_is_not_finite_is_no_mean() -> None:
     codec = get_codec("fp32")
     some, zeros, huge = gaussians(128, 0), torch.zeros(128), torch.full((128,), 1e30)
-    assert compare(codec, encoded("fp32", zeros), encoded("fp32", some)) == (0.0, 0.0)
-    assert compare(codec, encoded("fp32", some), encoded("fp32", zeros)) == (0.0, 0.0)
-    assert compare(codec, encoded("fp32", huge), encoded("fp32", huge)) == pytest.approx((1.0, 1.0))
+    assert compare(codec, encoded("fp32", zeros), encoded("fp32", some)) == (0.0, 0.0, 0.0)
+    assert compare(codec, encoded("fp32", some), encoded("fp32", zeros))[:2] == (0.0, 0.0)
+    assert compare(codec, encoded("fp32", huge), encoded("fp32", huge)) == pytest.approx((1.0, 1.0, 1e30))
     assert compare(codec, encoded("fp32", some), encoded("fp32", huge))[1] > 1e29
     broken = struct.pack("<f", math.nan) + encoded("fp32", some)[4:]
-    assert compare(codec, encoded("fp32", some), broken) == (-1.0, math.inf)
+    assert compare(codec, encoded("fp32", some), broken) == (-1.0, math.inf, 0.0)
 
 
 # ---- laws

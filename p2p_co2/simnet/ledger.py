@@ -149,7 +149,7 @@ class CountingLedger:
         return Reduced(mean, weights)
 
     async def check(self, fragment: int, mine: Buffer, mean: Buffer) -> Likeness:
-        return await self._ask(len(mine) + len(mean), lambda: Likeness(1.0, 1.0))  # sums have no length
+        return await self._ask(len(mine) + len(mean), lambda: Likeness(1.0, 1.0, 1.0))  # sums have no length
 
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         return await self._ask(len(mean.mean), lambda: self._commit(mean))

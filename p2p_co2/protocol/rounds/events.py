@@ -165,10 +165,12 @@ class CheckWanted:
 
 
 class Likeness(NamedTuple):
-    """Of a mean to our slice: the cosine between the two, and how many times as long it is."""
+    """Of a mean to our slice: the cosine between the two, how many times as long it is, and the root mean
+    square of the slice."""
 
     cosine: float
     length: float
+    size: float
 
 
 @dataclass(frozen=True)

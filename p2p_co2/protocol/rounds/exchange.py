@@ -9,10 +9,11 @@ sends its own mean once more only when it must be lost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
-from statistics import median_high
+from statistics import fmean, median_high
 from typing import TypeVar
 
 from p2p_co2.digest import digest
@@ -37,11 +38,17 @@ that points the other way by more than this is refused."""
 LONGEST = 3.0
 """Nor is a mean so many times as long. Honest ones were 1.9 times as long at most, beside no peer of twice
 the work."""
+OURS = Likeness(1.0, 1.0, 0.0)
+"""Of the mean that we made."""
+BAD = Likeness(-1.0, math.inf, 0.0)
+"""Of one that is refused unseen."""
 
 
-def may_be_true(likeness: Likeness) -> bool:
-    """Whether a mean may hold our slice."""
-    return likeness.cosine >= -LEAST_COSINE and likeness.length <= LONGEST
+def may_be_true(likeness: Likeness, size: float) -> bool:
+    """Whether a mean may hold our slice. ``size``: of all our slices, root mean square. A table's rows that we
+    hardly used say little of what others did there: a shorter slice is taken to be as long as the others."""
+    longer = min(1.0, likeness.size / size) if size else 1.0
+    return likeness.cosine >= -LEAST_COSINE and likeness.length * longer <= LONGEST
 
 
 def has_a_say(peer: PeerId, shares: Mapping[PeerId, Share]) -> bool:
@@ -50,23 +57,23 @@ def has_a_say(peer: PeerId, shares: Mapping[PeerId, Share]) -> bool:
     return 4 * shares[peer].weight >= 3 * median_high([share.weight for share in shares.values()])
 
 
-class Findings(dict[_Place, tuple[PeerId, bool | None]]):
-    """Of the means that a member looks at: who averaged each, and whether it may be true; None until it was
-    looked at."""
+class Findings(dict[_Place, tuple[PeerId, Likeness | None]]):
+    """Of the means that a member looks at: who averaged each, and what it is like; None until it was looked
+    at."""
 
     @property
     def is_done(self) -> bool:
-        return all(is_good is not None for _, is_good in self.values())
+        return all(likeness is not None for _, likeness in self.values())
 
     @property
     def refused(self) -> set[_Place]:
         """In whose mean our slice is not what it should be. If most owners seem to lie, it is more likely the
         member's own slice that is odd."""
-        found = {place: one for place, one in self.items() if one[1] is not None}
+        found = {place: (owner, like) for place, (owner, like) in self.items() if like is not None}
+        size = math.sqrt(fmean(like.size**2 for _, like in found.values())) if found else 0.0
         owners = {owner for owner, _ in found.values()}
-        liars = {owner for owner, is_good in found.values() if not is_good}
-        bad = {place for place, (_, is_good) in found.items() if not is_good}
-        return bad if 2 * len(liars) <= len(owners) else set()
+        bad = {place: owner for place, (owner, like) in found.items() if not may_be_true(like, size)}
+        return set(bad) if 2 * len(set(bad.values())) <= len(owners) else set()
 
 
 @lru_cache(2 * bounds.KEEP_DECISIONS)
@@ -241,7 +248,7 @@ class Exchange:
             counted = mine.reduced(job, mean, state.place)
             state.hold(job.part, self.attempt, self.seals, counted)
             state.send(self.attempt, self._swarm, self._outlet)
-            self.findings[job.part, job.generation] = state.owner, True
+            self.findings[job.part, job.generation] = state.owner, OURS
 
     def refused_slice(self, job: ReduceJob, peer: PeerId) -> bool:
         """Drop a slice from an open job; False if the job is not open any more."""
@@ -302,7 +309,7 @@ class Exchange:
         if not self.attempt.weight_cap or self._swarm.me not in self.attempt.senders[part]:
             return
         if 2 * len(cut) > len(counted):
-            self.findings[part, state.generation] = state.owner, False
+            self.findings[part, state.generation] = state.owner, BAD
         elif self._swarm.me not in cut and has_a_say(self._swarm.me, self.attempt.shares):
             self.findings[part, state.generation] = state.owner, None
             place = self.attempt.id, self.attempt.fragment, part, state.generation
@@ -312,7 +319,7 @@ class Exchange:
         """What a mean is like."""
         state = self.parts[job.part]
         if state.generation == job.generation:
-            self.findings[job.part, job.generation] = state.owner, may_be_true(likeness)
+            self.findings[job.part, job.generation] = state.owner, likeness
 
     @property
     def is_whole(self) -> bool:

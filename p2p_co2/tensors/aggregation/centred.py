@@ -29,7 +29,7 @@ class CentredMean(AggregationRule):
     def mean(self, slices: Slices, weights: Sequence[float]) -> Mean:
         counted = tuple(weights)
         if len(slices) > self.uses:
-            counted = centred(slices.products(), weights, self.uses)
+            counted = centred(slices.products()[0], weights, self.uses)
         return Mean(slices.mean(counted), counted)
 
 
