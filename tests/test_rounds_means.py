@@ -67,7 +67,7 @@ def test_who_was_not_counted_has_no_say_and_without_a_defence_nobody_looks() -> 
         ((1, 1, 1, 1), {}, (-0.5, 0.7), True),  # flipped
         ((1, 1, 1, 1), {}, (0.5, 7.0), True),  # ten times as long
         ((1, 1, 1, 1), {}, (0.0, 7.0), True),  # noise points nowhere, and is long
-        ((1, 1, 1, 1), {}, (0.0, 700.0, 0.001), False),  # where ours was next to nothing, others' need not be,
+        ((1, 1, 1, 1), {}, (0.0, 700.0, 0.001), False),  # ours was nothing there: others' need not be,
         ((1, 1, 1, 1), {}, (0.0, 7000.0, 0.001), True),  # but not everything,
         ((1, 1, 1, 1), {}, (-0.5, 700.0, 0.001), True),  # nor point away
         ((1, 4, 4, 4), {}, (0.5, 7.0), False),  # a slow peer's slice is short,

@@ -45,8 +45,8 @@ BAD = Likeness(-1.0, math.inf, 0.0)
 
 
 def may_be_true(likeness: Likeness, size: float) -> bool:
-    """Whether a mean may hold our slice. ``size``: of all our slices, root mean square. A table's rows that we
-    hardly used say little of what others did there: a shorter slice is taken to be as long as the others."""
+    """Whether a mean may hold our slice. ``size``: root mean square of all our slices. Rows of a table that
+    we hardly used say little of what others did there: a shorter slice is taken to be as long as that."""
     longer = min(1.0, likeness.size / size) if size else 1.0
     return likeness.cosine >= -LEAST_COSINE and likeness.length * longer <= LONGEST
 
