@@ -545,7 +545,7 @@ def _mean(seeds: Mapping[int, float]) -> str:
 
 
 def _worth(seeds: Mapping[int, float], rounds: int, curve: Mapping[int, float]) -> str:
-    if not seeds:
+    if not seeds or not curve:
         return ""
     found = worth(statistics.mean(seeds.values()), rounds, curve)
     return f"> {max(curve) / rounds:.1f}" if math.isinf(found) else f"{found:.1f}"

@@ -1,8 +1,8 @@
 """Training over internet lines: ours, torchft's DiLoCo and streaming DiLoCo, hivemind's ``Optimizer``.
 
     python benchmarks/wan.py --lines 20 50 200 1000        # against torchft: the grid
-    python benchmarks/wan.py --lines dsl transatlantic     # against hivemind
-    python benchmarks/wan.py --lines dsl-gpt               # against hivemind, the loss of a text model
+    python benchmarks/wan.py --lines dsl transatlantic     # against hivemind; dsl-gpt: a text's loss
+    python benchmarks/wan.py --lines 20-gpt --systems ours --peers 1   # the loss of one alone
 
 Needs root: four peers, each a network namespace behind its line (``lines``; ``line`` in the answer says what
 the kernel emulates). Steps have a fixed length, slept, so that two cores do not decide. The grid trains 30.8
@@ -77,13 +77,14 @@ class Case:
     round_s: float
     rivals: tuple[str, ...]
     measure_every_s: float = 1e6
+    peers: int = PEERS
 
     @property
     def path(self) -> str:
         return f"{ROOT}/benchmarks/recipes.py:{self.recipe}"
 
     def floor_s(self, system: str) -> float:
-        return 2 * (1 - 1 / PEERS) * self.values * BITS[system] / self.line.up_bits_per_s
+        return 2 * (1 - 1 / self.peers) * self.values * BITS[system] / self.line.up_bits_per_s
 
     def best_rounds_per_s(self, system: str) -> float:
         floor = self.floor_s(system)
@@ -128,6 +129,7 @@ def case_of(name: str, scale: float, steps: int) -> Case:
         "transatlantic": lambda: line_case("transatlantic", 16384, 1, 1.0, 0.5, scale),
         "slow": lambda: line_case("dsl", 8192, 4, 0.5, 2.0, scale),
         "dsl-gpt": gpt_case,
+        "20-gpt": lambda: replace(gpt_case(), line=grid_case(20, steps, False).line, round_s=4.0),
     }[name]()  # fmt: skip
 
 
@@ -146,18 +148,16 @@ def ours(case: Case, seconds: float, swarm: Bench, lines: Lines, codec: str) -> 
     place = ["--folder", str(swarm.folder / "seed"), "--host", address, "--announce-host", address]
     command = program("bootstrap", "seed", str(swarm.folder / "run.toml"), *place, "--port", "31337")
     seed = swarm.start("seed", lines.command("seed", command), environment())
-    ticket, names = swarm.wait_for_line(seed, "ticket:", READY_S), [f"peer{index}" for index in range(PEERS)]
-    peers = []
+    ticket, peers = swarm.wait_for_line(seed, "ticket:", READY_S), []
+    names = [f"peer{index}" for index in range(case.peers)]
     for name in names:
         options = ["--folder", str(swarm.folder / name), "--name", name, "--threads", "1", "--no-board"]
-        options += ["--min-peers", str(PEERS), "--recipe", case.path]
-        peers.append(
-            swarm.start(name, lines.command(name, program("peers", ticket, *options)), environment())
-        )
+        options += ["--min-peers", str(case.peers), "--recipe", case.path]
+        command = lines.command(name, program("peers", ticket, *options))
+        peers.append(swarm.start(name, command, environment()))
     swarm.wait(peers, READY_S + rounds * case.round_s + LEAVE_S)
     events = {name: swarm.all_events(name) for name in names}
-    ends = [event for own in events.values() for event in own if isinstance(event, ev.PeerFinished)]
-    digests = {event.digest for event in ends}
+    digests = {e.digest for own in events.values() for e in own if isinstance(e, ev.PeerFinished)}
     if len(digests) != 1 or any(peer.exit_status() for peer in peers):
         return {"failed": [peer.last_lines(4) for peer in peers], "digests": sorted(digests)}
     figures = figures_of_ours(case, lines, events)
@@ -168,10 +168,10 @@ def ours(case: Case, seconds: float, swarm: Bench, lines: Lines, codec: str) -> 
 
 def figures_of_ours(case: Case, lines: Lines, events: Mapping[str, Sequence[ev.Event]]) -> Figures:
     training = {name: [e for e in own if _trains(e)] for name, own in events.items()}
-    firsts = [next((e.at for e in own if min(e.versions, default=0) >= 1), None) for own in training.values()]
-    if None in firsts:
+    firsts = [next((e.at for e in own if min(e.versions, default=0) >= 1), 0) for own in training.values()]
+    if not all(firsts):
         return {"failed": "a fragment had no round"}
-    since, until = max(at for at in firsts if at), min(own[-1].at for own in training.values())
+    since, until = max(firsts), min(own[-1].at for own in training.values())
     inside = [e for own in events.values() for e in own if since <= e.at <= until]
     spans = [_ends(own, since, until) for own in training.values()]
     rates = [
@@ -189,7 +189,7 @@ def figures_of_ours(case: Case, lines: Lines, events: Mapping[str, Sequence[ev.E
         "tokens_per_s": round(sum((b.tokens - a.tokens) / (b.wall_s - a.wall_s) for a, b in spans), 1),
         "step_ms": round(1e3 * sum(b.train_s - a.train_s for a, b in spans) / steps, 2),
         "exposed_share": round(max((b.exposed_s - a.exposed_s) / (b.wall_s - a.wall_s) for a, b in spans), 4),
-        "aside_share": round(aside_s / PEERS / (until - since), 4),
+        "aside_share": round(aside_s / case.peers / (until - since), 4),
         "steps_late": spread([event.sync_delay_steps for event in applied]),
         "partial_share": round(1 - statistics.fmean(event.contributed for event in applied), 4),
         "transfer_share": _transfers(case, inside),
@@ -216,12 +216,12 @@ def _transfers(case: Case, events: Sequence[ev.Event]) -> Figures:
     payload = {e.fragment: e.payload_bytes for e in events if isinstance(e, ev.FragmentSent)}
     took_s: dict[tuple[int, int], list[float]] = {}
     for event in events:
-        if isinstance(event, ev.RoundCommitted) and event.group_size == PEERS and event.means_s:
+        if isinstance(event, ev.RoundCommitted) and event.group_size == case.peers and event.means_s:
             took_s.setdefault((event.fragment, event.round), []).append(event.means_s - event.begun_s)
-    bits = {fragment: 8 * 2 * (1 - 1 / PEERS) * size for fragment, size in payload.items()}
+    bits = {fragment: 8 * 2 * (1 - 1 / case.peers) * size for fragment, size in payload.items()}
     return spread([
-        bits[fragment] / max(own) / case.line.up_bits_per_s
-        for (fragment, _), own in took_s.items() if len(own) == PEERS and max(own) > 0 and fragment in bits
+        bits[fragment] / max(*own, 1e-9) / case.line.up_bits_per_s
+        for (fragment, _), own in took_s.items() if len(own) == case.peers and fragment in bits
     ])  # fmt: skip
 
 
@@ -232,12 +232,12 @@ def torchft(case: Case, system: str, seconds: float, swarm: Bench, lines: Lines,
     """With its lighthouse on the public machine. Ends with an outer step of all peers after ``seconds``."""
     job = swarm.folder / "job.json"
     job.write_text(json.dumps({"options": case.options, "steps": round(case.round_s / STEP_S)}))
-    bind = ["--bind", "0.0.0.0:29510", "--min_replicas", str(PEERS), "--join_timeout_ms", "60000"]
+    bind = ["--bind", "0.0.0.0:29510", "--min_replicas", str(case.peers), "--join_timeout_ms", "60000"]
     swarm.start("seed", lines.command("seed", [str(there / "bin" / "torchft_lighthouse"), *bind]))
     lighthouse = f"http://{lines.address('seed')}:29510"
     script = [str(there / "bin" / "python"), str(ROOT / "benchmarks" / "rivals.py"), "--worker", "torchft"]
     peers = []
-    for index in range(PEERS):
+    for index in range(case.peers):
         name = f"peer{index}"
         words = [*script, system, str(index), lines.address(name), lighthouse, str(job)]
         peers.append(swarm.start(name, lines.command(name, words), environment()))
@@ -252,7 +252,7 @@ def torchft(case: Case, system: str, seconds: float, swarm: Bench, lines: Lines,
         swarm.kill(peer)
     common = min((figures[-1]["outer_steps"] for figures in told if figures), default=0)
     lasts = [one for figures in told for one in figures if one["outer_steps"] == common]
-    if len(lasts) != PEERS or len({last["digest"] for last in lasts}) != 1:
+    if len(lasts) != case.peers or len({last["digest"] for last in lasts}) != 1:
         return {"failed": [peer.last_lines(6) for peer in peers], "outer_steps": common}
     wall_s, until = max(last["wall_s"] for last in lasts), max(last["at"] for last in lasts)
     one = lasts[0]
@@ -281,13 +281,13 @@ def hivemind(case: Case, seconds: float, swarm: Bench, lines: Lines) -> Figures:
     job = swarm.folder / "job.json"
     job.write_text(json.dumps({
         "recipe": case.path, "options": case.options, "seconds": seconds,
-        "target_batch_size": max(1, round(PEERS * case.batch * case.round_s / case.step_s)),
+        "target_batch_size": max(1, round(case.peers * case.batch * case.round_s / case.step_s)),
         "learning_rate_times": LEARNING_RATE_TIMES[case.recipe],
         "measure_every_s": case.measure_every_s, "begin_at": time.time() + TIED_S,
     }))  # fmt: skip
     workers: list[Child] = []
     seed, script = "-", [sys.executable, str(ROOT / "benchmarks" / "rivals.py"), "--worker", "optimizer"]
-    for index in range(PEERS):
+    for index in range(case.peers):
         name = f"peer{index}"
         words = [*script, str(swarm.folder), str(index), lines.address(name), seed, str(job)]
         workers.append(swarm.start(name, lines.command(name, words), environment()))
@@ -336,11 +336,11 @@ def measure(options: argparse.Namespace) -> Figures:
     BITS["ours"] = SPECS[options.codec].bits
     report: Figures = {"bits_per_value": BITS}
     for name in options.lines:
-        case = case_of(name, options.scale, options.steps)
+        case = replace(case_of(name, options.scale, options.steps), peers=options.peers)
         systems = [one for one in options.systems or ("ours", *case.rivals) if one in ("ours", *case.rivals)]
         report[name] = {}
         for system in systems:
-            profiles = {"seed": FAST} | {f"peer{index}": case.line for index in range(PEERS)}
+            profiles = {"seed": FAST} | {f"peer{index}": case.line for index in range(case.peers)}
             with bench(None, options.folder, f"{name}-{system}") as swarm, Lines(swarm, profiles) as lines:
                 report["line"] = lines.words
                 if system == "ours":
@@ -358,11 +358,11 @@ def measure(options: argparse.Namespace) -> Figures:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.set_defaults(run_it=measure)
-    names = "Mbit/s, near-50, or dsl, transatlantic, slow, dsl-gpt"
-    parser.add_argument("--lines", nargs="+", default=["20", "50", "200", "1000"], help=names)
+    parser.add_argument("--lines", nargs="+", default=["20", "50", "200", "1000"], help="as above, near-50")
     parser.add_argument("--systems", nargs="+", choices=tuple(BITS), help="ours, and those of the line")
     parser.add_argument("--seconds", type=float, default=36.0, help="of training, for each line and system")
     parser.add_argument("--codec", default="q2", help="ours")
+    parser.add_argument("--peers", type=int, default=PEERS, help="so many")
     parser.add_argument("--steps", type=int, default=100, help="inner steps of a round on Mbit/s")
     parser.add_argument("--scale", type=float, default=1.0, help="of dsl, transatlantic and slow")
     parser.add_argument("--folder", type=Path, help="keep the runs here, one folder each")
