@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import signal
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import SimpleQueue
-from types import FrameType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from p2p_co2.config import PeerConfig, RunConfig
@@ -89,7 +89,6 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: PeerWatch) ->
     _look_first(options.config, watch.say)
     options = replace(options, config=_on_a_device(options.config, watch.say))
     _look_into_folder(options)
-    signal.signal(signal.SIGUSR1, running.toggle_pause)
     with Journal(options.config.folder / "events.jsonl") as journal:
 
         def on_event(event: Event) -> None:
@@ -177,11 +176,6 @@ class _Running(StopSignals):
         if self.asked:
             peer.stop()
 
-    def toggle_pause(self, number: int, frame: FrameType | None) -> None:
-        """SIGUSR1. Before there is a peer there is nothing to pause; the signal must not end the process."""
-        if self._peer is not None:
-            self._peer.toggle_pause()
-
 
 def _join_and_train(
     options: JoinOptions, running: _Running, on_event: Callable[[Event], None], watch: PeerWatch
@@ -234,6 +228,7 @@ def _train(connection: Connection, recipe: Recipe, options: JoinOptions, running
         stage_peer.train()
         return
     from p2p_co2.recipes import InnerStep
+    from p2p_co2.swarm.data import Place, Stopped, passes
     from p2p_co2.trainer.agreed_loss import AgreedLoss
     from p2p_co2.trainer.stages.peer import data_seed
 
@@ -246,11 +241,15 @@ def _train(connection: Connection, recipe: Recipe, options: JoinOptions, running
     running.take(peer)
     sequences = options.config.batch or recipe.default_batch
     measuring = AgreedLoss(recipe.glance or recipe.held_out)
-    with peer:
+    with peer, suppress(Stopped):
         measuring.begin(peer)
-        seed = data_seed(connection.run, peer.peer_id, peer.inner_steps)
         step = InnerStep(recipe, model, optimizer)
-        batches = iter(recipe.batches(seed, sequences))
+        seed = partial(data_seed, connection.run, peer.peer_id)
+        if recipe.loader is None:
+            batches = iter(recipe.batches(seed(peer.inner_steps), sequences))
+        else:
+            place = Place(seed, peer.keep_place(lambda: str(place)))
+            batches = passes(recipe.loader, place, partial(peer.idle, between_steps=True))
         while (taken := step.take(batches)) is not None:
             if not peer.step(taken.tokens, taken.loss):
                 break

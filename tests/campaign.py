@@ -16,6 +16,7 @@ from typing import TypeVar
 from bootstrap.local_swarm import Child, LocalSwarm
 from p2p_co2.config import ClockConfig, RunConfig, write_toml
 from p2p_co2.recipes import recipe_digest
+from p2p_co2.system.governor import Wish, WishFile
 from p2p_co2.system.process import processes_below
 from p2p_co2.telemetry.events import Event, PeerFinished, Progress, RoundAborted, RoundCommitted
 from p2p_co2.telemetry.journal import Tail
@@ -83,9 +84,9 @@ class Campaign(LocalSwarm):
         for pid in (child.pid, *processes_below(child.pid)):
             os.kill(pid, signal.SIGCONT if back else signal.SIGSTOP)
 
-    def toggle_pause(self, child: Child) -> None:
-        """What ``kill -USR1`` does."""
-        os.kill(child.pid, signal.SIGUSR1)
+    def wish(self, child: Child, wish: Wish) -> None:
+        """What ``p2p-co2 pause`` and ``resume`` do."""
+        WishFile(self.folder / child.name).write(wish)
 
     def wait_for_coordinator(self, children: Sequence[Child], bound_s: float) -> Child | None:
         """The first of ``children`` that writes that it began a round, at that moment: it is in the middle of

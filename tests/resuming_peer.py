@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import p2p_co2
+from p2p_co2.swarm.data import Place, passes
 
 RATE, GAMMA = 1e-2, 0.99
 
@@ -46,8 +48,12 @@ def main() -> None:
     config = p2p_co2.PeerConfig(folder=Path(folder), board=False, checkpoint_every_s=1.0)
     with p2p_co2.join(ticket, model, optimizer, config, start_over=bool(over)) as peer:
         print(f"starts at {peer.inner_steps} buffer {int(model.steps.item())}", flush=True)
+        place = Place(lambda epoch: epoch, peer.keep_place(lambda: str(place)))
+        rows = DataLoader(TensorDataset(torch.arange(16 * 80)), batch_size=16)
+        batches, seen = passes(rows, place, lambda _: True), list[int]()
         scheduler.last_epoch = peer.inner_steps
         for _ in range(int(steps)):
+            seen += next(batches)[0].tolist()
             inputs = torch.randn(16, 8)
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
             optimizer.zero_grad()
@@ -57,6 +63,7 @@ def main() -> None:
             model.steps.fill_(peer.inner_steps + 1)
             peer.step(tokens=16, loss=loss)
             time.sleep(0.05)
+    print("rows", *seen, flush=True)
     print("rate", optimizer.param_groups[0]["lr"], flush=True)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from bootstrap.local_swarm import Child
+from p2p_co2.system.governor import Wish
 from p2p_co2.telemetry.events import (
     CaughtUp,
     FragmentApplied,
@@ -134,15 +135,15 @@ def assert_left_with_its_traceback(swarm: Campaign, broken: Child) -> None:
 
 
 def pause(swarm: Campaign, peer: Child) -> None:
-    """By SIGUSR1. A peer that rests writes a checkpoint first."""
+    """A peer that rests writes a checkpoint first."""
     name = peer.name
-    swarm.toggle_pause(peer)
+    swarm.wish(peer, Wish.PAUSE)
     paused_at = swarm.wait_for(name, Paused).at
     swarm.wait_for_commits("calm", count=2, since=paused_at)
     steps = swarm.events(name, Progress)[-1].inner_steps
     assert 0 < checkpoint.load(swarm.folder / name / "checkpoint").inner_steps <= steps
 
-    swarm.toggle_pause(peer)
+    swarm.wish(peer, Wish.GO_ON)
     resumed_at = swarm.wait_for(name, Resumed, since=paused_at).at
     swarm.wait_for_commits(name, count=2, since=resumed_at)
     assert swarm.events(name, Progress, paused_at)[0].inner_steps == steps  # it did rest

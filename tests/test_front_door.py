@@ -34,7 +34,7 @@ from p2p_co2.errors import ConfigError, TicketError
 from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.swarm import joining
 from p2p_co2.swarm.counting import BatchCounter, batch_tokens
-from p2p_co2.swarm.data import Fetching, PeerOrder, Stopped, passes, reseed, warn_of_a_stream
+from p2p_co2.swarm.data import Fetching, PeerOrder, Place, Stopped, passes, reseed, warn_of_a_stream
 from p2p_co2.telemetry.events import PeerStarted, Progress
 from p2p_co2.telemetry.journal import read_events
 
@@ -144,6 +144,9 @@ class Told:
 
     def __enter__(self) -> None:
         self.is_entered = True
+
+    def keep_place(self, place: Any) -> str:
+        return ""
 
     def step(self, tokens: Any, loss: Any) -> bool:
         self.steps.append((tokens, float(torch.as_tensor(loss).detach())))
@@ -255,7 +258,7 @@ class Stream(IterableDataset[int]):
 
 def first_epochs(loader: Any, epochs: int, seeds: Any = seed_of) -> list[list[int]]:
     found = [list[int]() for _ in range(epochs)]
-    batches = passes(loader, seeds, lambda _: True)
+    batches = passes(loader, Place(seeds), lambda _: True)
     for numbers in found:
         while len(numbers) < 20:
             numbers.extend(next(batches).tolist())
@@ -297,6 +300,67 @@ def test_a_loader_of_ones_own_making_keeps_its_ways() -> None:
     assert Told.epochs == [0, 1, 2]
 
 
+class Rows(Numbers):
+    def __len__(self) -> int:
+        return 10_000
+
+
+class StreamOfRows(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10_000))
+
+
+def loaders(kind: str) -> Any:
+    if kind == "list":
+        return list(torch.arange(10_000).split(8))
+    data: Any = {
+        "shard": co2.shard(Rows(), FakeSwarm(5)), "stream": co2.shard(StreamOfRows(), FakeSwarm(5), 64)
+    }.get(kind, Rows())  # fmt: skip
+    return DataLoader(data, batch_size=8, shuffle=kind == "shuffled", num_workers=2 * (kind == "workers"))
+
+
+@pytest.mark.parametrize("kind", ["plain", "shuffled", "workers", "shard", "stream", "list"])
+def test_a_peer_that_comes_back_goes_on_where_its_checkpoint_was(kind: str) -> None:
+    """It is killed twice on its way through 10,000 rows, and once more in the second epoch. Every row is seen
+    in each epoch; those since the last checkpoint twice."""
+    seen, said = [list[int](), list[int]()], ""
+    for killed_after in (400, 500, 600, 10_000):
+        place = Place(seed_of, said)
+        assert str(place) == said
+        batches = passes(loaders(kind), place, lambda _: True)
+        for taken, batch in enumerate(batches, 1):
+            seen[min(place.epoch, 1)] += batch.tolist()
+            if taken % 150 == 0:
+                said = str(place)  # a checkpoint
+            if taken == killed_after or (place.epoch == 1 and place.batches == 1250):
+                break
+    assert sorted(set(seen[0])) == list(range(10_000)) == sorted(set(seen[1]))
+    twice = [len(rows) - 10_000 for rows in seen]
+    assert twice == [8 * (100 + 50), 0]
+    assert seen[0][:10_000] != seen[1][:10_000] or kind == "list"
+
+
+def test_a_stream_of_the_datasets_library_goes_on_by_its_own_state() -> None:
+    datasets = pytest.importorskip("datasets")
+    drawn = list[int]()
+
+    def take_down(one: Any) -> Any:
+        drawn.append(one["row"])
+        return one
+
+    rows = datasets.Dataset.from_dict({"row": range(10_000)}).to_iterable_dataset(num_shards=4).map(take_down)
+    loader = DataLoader(rows, batch_size=8)
+    place = Place(seed_of)
+    had = [batch["row"].tolist() for batch in islice(passes(loader, place, lambda _: True), 700)]
+    said = str(place)
+    drawn.clear()
+    again = passes(loader, Place(seed_of, said), lambda _: True)
+    rest = [batch["row"].tolist() for batch in islice(again, 550)]
+    assert sorted(row for batch in had + rest for row in batch) == list(range(10_000))
+    assert len(drawn) < 5_000  # what it has had is not drawn again
+    assert len(list(islice(again, 1250))) == 1250
+
+
 def test_a_distributed_sampler_gets_the_peers_seed() -> None:
     sampler = torch.utils.data.DistributedSampler(Numbers(), num_replicas=2, rank=0)
     loader = DataLoader(Numbers(), batch_size=4, sampler=sampler)
@@ -307,7 +371,7 @@ def test_a_distributed_sampler_gets_the_peers_seed() -> None:
 def test_loaders_that_cannot_be_gone_round_are_refused() -> None:
     for loader, why in ((iter([1]), "once"), ([], "no batch")):
         with pytest.raises(ConfigError, match=why):
-            next(passes(loader, seed_of, lambda _: True))
+            next(passes(loader, Place(seed_of), lambda _: True))
 
 
 class FakeSwarm:
@@ -428,7 +492,7 @@ def test_a_dataset_of_one_thread_is_fetched_in_the_loops_thread_and_told(as_stre
             yield from map(rows.__getitem__, range(20))
 
     loader = Loader() if as_stream else DataLoader(rows, batch_size=None, shuffle=True)
-    batches = passes(loader, seed_of, lambda _: True)
+    batches = passes(loader, Place(seed_of), lambda _: True)
     with pytest.warns(UserWarning, match=r"(?s)same thread.*stands still.*opens.*first use"):
         first = next(batches)
     assert sorted([int(first), *(int(row) for row in islice(batches, 19))]) == list(range(20))
@@ -440,7 +504,7 @@ def test_a_dataset_of_one_thread_that_is_met_later_says_whose_thread_it_was() ->
     reseeded = [int(row) for row in PeerOrder(20, seed_of)]
     assert reseeded[0] != 3
     with pytest.raises(sqlite3.ProgrammingError) as told:
-        list(islice(passes(loader, seed_of, lambda _: True), 20))
+        list(islice(passes(loader, Place(seed_of), lambda _: True), 20))
     assert "until_done" in told.value.__notes__[0]
 
 
@@ -461,9 +525,9 @@ def test_a_fault_of_a_stream_ends_no_thread_and_is_not_blamed_on_one() -> None:
     """It is tried once more; then it is raised as in a plain loop."""
     passing, lasting = Faulty(1), Faulty(2)
     with warnings.catch_warnings(action="error"):
-        assert list(islice(passes(passing, seed_of, lambda _: True), 2)) == [7, 7]
+        assert list(islice(passes(passing, Place(seed_of), lambda _: True), 2)) == [7, 7]
         with pytest.raises(OSError, match="reset") as told:
-            next(passes(lasting, seed_of, lambda _: True))
+            next(passes(lasting, Place(seed_of), lambda _: True))
     assert passing.threads == ["p2p-co2 data", threading.current_thread().name, "p2p-co2 data"]
     assert not hasattr(told.value, "__notes__")
 
@@ -475,7 +539,7 @@ def test_batches_are_made_on_the_default_device_of_the_loop() -> None:
 
     torch.set_default_device("meta")
     try:
-        assert next(passes(Loader(), seed_of, lambda _: True)).device.type == "meta"
+        assert next(passes(Loader(), Place(seed_of), lambda _: True)).device.type == "meta"
     finally:
         torch.set_default_device("cpu")
 

@@ -26,6 +26,7 @@ from p2p_co2.config import OWN_LOOP, ClockConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.integrations.transformers import SwarmCallback
 from p2p_co2.swarm.counting import BatchCounter
+from p2p_co2.swarm.data import Place
 from p2p_co2.telemetry.events import Progress
 from p2p_co2.testing import TestSwarm
 from p2p_co2.trainer import arrival
@@ -149,10 +150,11 @@ def test_a_second_callback_is_refused_and_the_runs_schedule_holds_whatever_the_t
 class FakeSwarm:
     """As the callback asks it."""
 
-    optimizer = property(lambda self: self._optimizer)
+    optimizer, said = property(lambda self: self._optimizer), ""
 
     def __init__(self, model: nn.Module, optimizer: Any, **options: Any) -> None:
         self._optimizer, self.is_left = optimizer, False
+        self.done, self.place = False, Place(self.data_seed, self.said)
 
     def __enter__(self) -> FakeSwarm:
         return self
@@ -227,6 +229,29 @@ def test_a_sharded_stream_is_in_this_peers_order(workers: int, nobody: None, tmp
     ]  # fmt: skip
     assert met == [row["input_ids"] for loader in loaders for row in loader]
     assert sorted(met[:16]) == sorted(met[16:])
+
+
+def test_a_trainer_goes_on_in_the_data_where_the_checkpoint_was(
+    nobody: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = datasets.Dataset.from_dict({"input_ids": WORDS[:16].tolist(), "labels": WORDS[:16].tolist()})
+
+    def met(said: str) -> tuple[list[list[int]], str]:
+        monkeypatch.setattr(FakeSwarm, "said", said)
+        callback, seen, model = SwarmCallback(), list[list[int]](), gpt2()
+        model.register_forward_pre_hook(
+            lambda _model, _given, named: seen.extend(named["input_ids"].tolist()), with_kwargs=True
+        )
+        args = arguments(tmp_path, max_steps=5)
+        Trainer(model, args, train_dataset=rows, callbacks=[callback]).train()
+        assert callback.swarm is not None
+        return seen, str(callback.swarm.place)
+
+    whole, place = met("")
+    assert sorted(whole[:16]) == sorted(WORDS[:16].tolist())
+    assert json.loads(place)[1:3] == [2, 2]  # 40 rows, 4 a batch
+    later, _ = met(json.dumps([0, 0, 3, None]))
+    assert later[:20] == whole[12:32]
 
 
 def test_shares_of_a_loss_are_added_and_losses_are_averaged() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+from p2p_co2.swarm.data import Place
 
 ROOT = Path(__file__).parent.parent
 
@@ -119,8 +122,8 @@ class FakeSwarm:
 
     done = False
 
-    def __init__(self, first: int) -> None:
-        self.first = first
+    def __init__(self, first: int, said: str = "") -> None:
+        self.first, self.place = first, Place(self.data_seed, said)
 
     def data_seed(self, epoch: int) -> int:
         return self.first + epoch
@@ -131,7 +134,7 @@ class FakeSwarm:
     def add(self, *_told: object) -> None:
         pass
 
-    def leave(self) -> None:
+    def leave(self, error: BaseException | None = None) -> None:
         pass
 
     def load_agreed(self) -> None:
@@ -150,7 +153,8 @@ class EndingSwarm(FakeSwarm):
         self.done = self.exchanges == 3
         return not self.done
 
-    def leave(self) -> None:
+    def leave(self, error: BaseException | None = None) -> None:
+        assert error is None
         self.left_after.append(self.exchanges)
 
     def load_agreed(self) -> None:
@@ -208,8 +212,8 @@ def test_each_pass_is_in_this_peers_order(monkeypatch: pytest.MonkeyPatch, worke
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 1e-6)
 
-    def passes(seed: int) -> list[int]:
-        swarm = FakeSwarm(seed)
+    def passes(seed: int, said: str = "") -> list[int]:
+        swarm = FakeSwarm(seed, said)
         monkeypatch.setattr(callbacks, "join", lambda *_given, **_named: swarm)
         lightning.seed_everything(0, verbose=False)
         module = Seeing()
@@ -223,4 +227,6 @@ def test_each_pass_is_in_this_peers_order(monkeypatch: pytest.MonkeyPatch, worke
 
     for seed in (5, 50):
         orders = [torch.randperm(20, generator=torch.Generator().manual_seed(seed + n)) for n in (0, 1)]
-        assert passes(seed) == [int(one) for order in orders for one in order]
+        whole = [int(one) for order in orders for one in order]
+        assert passes(seed) == whole
+        assert passes(seed, json.dumps([0, 0, 3, None])) == whole[12:]  # came back after three batches

@@ -255,10 +255,10 @@ NOON, EVENING, NIGHT, MORNING = 12 * 60, 21 * 60, 23 * 60, 8 * 60
 def test_without_hours_it_works_until_it_is_told_otherwise() -> None:
     governor = Governor()
     assert governor.resting(NOON) == ""
-    governor.toggle(NOON)
+    governor.pause()
     assert governor.resting(NOON) == BY_HAND
     assert governor.resting(NIGHT) == BY_HAND
-    governor.toggle(NIGHT)
+    governor.go_on()
     assert governor.resting(NIGHT) == ""
 
 
@@ -273,7 +273,7 @@ def test_outside_its_hours_it_rests_and_says_why() -> None:
 def test_a_wish_holds_until_the_hours_turn() -> None:
     governor = Governor("22:00-07:00")
     assert governor.resting(NOON)
-    governor.toggle(NOON)  # work now, though it is day
+    governor.go_on()  # work now, though it is day
     assert governor.resting(EVENING) == ""
     assert governor.resting(NIGHT) == ""
     assert governor.resting(MORNING)  # the night is over, and with it the wish
@@ -289,7 +289,7 @@ def test_a_wish_from_another_process_is_news_once_however_often_it_is_written(tm
     for _ in range(2):
         theirs.write(Wish.PAUSE)
         assert governor.resting(NIGHT) == BY_HAND
-    governor.toggle(NIGHT)
+    governor.go_on()
     assert governor.resting(NIGHT) == ""
     theirs.write(Wish.PAUSE)  # after a wish that came another way
     assert governor.resting(NIGHT) == BY_HAND

@@ -37,6 +37,7 @@ def test_an_own_loop_that_is_started_again_goes_on_by_itself_and_begins_anew_onl
         assert said.count("warning: checkpoints are without") == said.count(warning) == 1, said
         folder = tmp_path / "peer" / "checkpoint"
         saved, agreed = load(folder), load_agreed(folder)
+        rows = said.partition("\nrows ")[2].partition("\n")[0].split()
         assert saved.inner_steps == STEPS
         assert [name for name, _ in saved.parameters] == ["adapter.weight", "adapter.bias"]
         assert set(agreed.buffers) == {"rotary", "steps"}
@@ -45,6 +46,8 @@ def test_an_own_loop_that_is_started_again_goes_on_by_itself_and_begins_anew_onl
         assert status == 0, said
         assert f"starts at {STEPS} buffer {STEPS}" in said
         assert "the buffer mask stays as it is: float32 (4, 4) here, none in the checkpoint" in said
+        rows += said.partition("\nrows ")[2].partition("\n")[0].split()
+        assert sorted(map(int, rows)) == list(range(2 * STEPS * 16))  # the rest of its data, in its order
         rate = re.search(r"rate (\S+)", said)
         assert rate is not None
         assert float(rate[1]) == pytest.approx(RATE * GAMMA ** (2 * STEPS), rel=1e-4)

@@ -214,7 +214,6 @@ def test_after_leaving_a_peer_tells_what_it_did_and_does_no_more(tmp_path: Path,
     peer.stop()
     peer.pause()
     peer.go_on()
-    peer.toggle_pause()
     peer.leave()
     live = [parameter.detach().clone() for parameter in model.parameters()]
 

@@ -42,11 +42,14 @@ class SwarmCallback(Callback):
             self._options["run"] = run
         self.swarm: Swarm | None = None
         self._steps = 0
+        self._goes_on = False
+        """By ``ckpt_path``, with Lightning's own counters."""
         self._has_left = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.swarm = join(pl_module, trainer.optimizers, **self._options)
         self._steps = trainer.global_step
+        self._goes_on = bool(self._steps)
         self._has_left = False
         for loader in fetcher_of(trainer).combined_loader.flattened:
             warn_of_a_stream(loader)
@@ -54,9 +57,19 @@ class SwarmCallback(Callback):
         iter(fetcher_of(trainer))  # the first pass had begun, and workers have drawn from it
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.swarm is not None:
-            for loader in fetcher_of(trainer).combined_loader.flattened:
-                reseed(loader, trainer.current_epoch, self.swarm.data_seed)
+        if self.swarm is None:
+            return
+        place = self.swarm.place
+        if self._goes_on:  # it passes over what it has had by itself
+            place.epoch, place.batches = trainer.current_epoch, 0
+        first, *others = fetcher_of(trainer).combined_loader.flattened
+        place.begin(first)
+        for loader in others:
+            reseed(loader, trainer.current_epoch, self.swarm.data_seed)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.swarm is not None and (self._has_left or not trainer.should_stop):
+            self.swarm.place.end()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -64,6 +77,7 @@ class SwarmCallback(Callback):
         swarm = self.swarm
         if swarm is None or swarm.done:
             return
+        swarm.place.batches += 1
         tokens = batch_tokens(batch)
         loss = _loss_of(outputs) * trainer.accumulate_grad_batches
         if trainer.global_step == self._steps:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from p2p_co2.swarm.counting import BatchCounter
-from p2p_co2.swarm.data import reseed, warn_of_a_stream
+from p2p_co2.swarm.data import warn_of_a_stream
 from p2p_co2.swarm.joining import check_names, join
 from p2p_co2.swarm.swarm import Swarm, at_exit
 from p2p_co2.system.extras import require
@@ -61,6 +61,8 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
         self._counter: BatchCounter | None = None
         self._counted = 0
         """Tokens, by the Trainer's count."""
+        self._goes_on = False
+        """By ``resume_from_checkpoint``, with the Trainer's own counters."""
         self._logged_loss = float("nan")
         """For the next step, where the model does not return its loss."""
         self._rates = list[Any]()
@@ -80,18 +82,28 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
         self._rates = _rates_of(inner)
         self._counter = BatchCounter(model)
         self._counted = state.num_input_tokens_seen
+        self._goes_on = bool(state.global_step)
         self._call_off = at_exit(self._leave_at_exit)
         warn_of_a_stream(given["train_dataloader"])
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self.swarm is None:
+            return
+        place = self.swarm.place
+        if self._goes_on:  # it passes over what it has had by itself
+            place.epoch, place.batches = int(state.epoch or 0), 0
+        place.begin(given["train_dataloader"])
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.swarm is not None:
-            reseed(given["train_dataloader"], int(state.epoch or 0), self.swarm.data_seed)
+            self.swarm.place.batches += 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         swarm = self.swarm
         counter = self._counter
         if swarm is None or counter is None:
             return
+        swarm.place.batches += 1
         tokens, loss = counter.take()
         if args.include_num_input_tokens_seen not in ("no", False):
             tokens = state.num_input_tokens_seen - self._counted
@@ -117,6 +129,8 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
     def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if control.should_training_stop:  # such as by early stopping
             self._end()
+        elif self.swarm is not None:
+            self.swarm.place.end()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self._end()

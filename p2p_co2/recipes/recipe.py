@@ -120,7 +120,9 @@ class Recipe:
     ``glance(model)``: the same on a small slice, always the same one, for a look while training goes on
     (None: ``held_out``). ``optimizer(parameters)``: the inner optimizer, or a list of several (Muon for
     matrices, AdamW for the rest). ``generate(model, prompt, length, seed)``: text. ``default_batch``:
-    sequences per inner step where a peer sets none.
+    sequences per inner step where a peer sets none. ``loader``: the list or
+    loader that ``batches`` goes round, if it does. Each peer then goes through it in its own order, and where
+    it was when it comes back.
 
     ``stages``: the model cut into stages, or a function of their number; None cannot be cut. In a run with
     stages ``model`` is an outline on torch's meta device, since a peer builds only its own stage.
@@ -146,6 +148,7 @@ class Recipe:
     glance: Callable[[nn.Module], float] | None = None
     generate: Callable[[nn.Module, str, int, int], str] | None = None
     default_batch: int = 8
+    loader: Iterable[Any] | None = None
     stages: Stages | Callable[[int], Stages] | None = None
     tokenizer: str | Path | Sequence[str | Path] = ()
     accumulate: int = 1
@@ -547,10 +550,11 @@ def _load_module(path: Path, code: Code) -> ModuleType:
 def _as_recipe(name: str, made: object) -> Recipe:
     if isinstance(made, tuple) and len(made) == 3:
         model, batches, loss = made
+        loader = None
         if isinstance(batches, Iterable) and not callable(batches):
-            batches = partial(_over_and_over, name, batches)
+            loader, batches = batches, partial(_over_and_over, name, batches)
         if callable(batches) and callable(loss):
-            made = Recipe(model=model, batches=batches, loss=loss)
+            made = Recipe(model=model, batches=batches, loss=loss, loader=loader)
     if not isinstance(made, Recipe) or not isinstance(made.model, nn.Module):
         wanted = "must return a Recipe, or (model, batches, loss): an nn.Module, data, a function"
         raise ConfigError(name, "", f"{wanted}; got {type(made).__name__}")

@@ -4,17 +4,20 @@
 
 Ranks of a torchrun group go in orders of their own, too, but for samplers that deal the data out to them.
 
-The order follows from the run's seed, the peer's id and the epoch. A peer that starts again goes on with an
-order that it has not had. Nothing is cut out of the data: peers come and go, and each may see all of it."""
+The order follows from the run's seed, the peer's id and the epoch. A peer that comes back goes on in it
+where its checkpoint was (``Place``). Ranks, and a loop that sets epochs itself, begin one that they have not
+had. Nothing is cut out of the data: peers come and go, and each may see all of it."""
 
 from __future__ import annotations
 
+import json
 import queue
 import random
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -38,6 +41,8 @@ SeedOf = Callable[[int], int]
 """The seed of an epoch's order, for this peer."""
 BUFFER = 1024
 """Examples of a stream that are shuffled among each other."""
+STATE_BYTES = 1 << 16
+"""Of a stream's own state, as text, at most."""
 _IS_OWN = "_is_in_own_order"
 """Marks what ``shard`` has made of the streams of ``datasets``."""
 
@@ -181,13 +186,7 @@ def reseed(loader: Any, epoch: int, seed_of: SeedOf) -> None:
         _tell_epoch(part, epoch)
     if hasattr(loader, "generator"):
         loader.generator = torch.Generator().manual_seed(own)
-    holder: Any = loader
-    sampler: Any = getattr(loader, "sampler", None)
-    inner = getattr(loader, "batch_sampler", None)
-    while inner is not None:  # of wrappers' wrappers the innermost
-        holder = inner
-        sampler = getattr(inner, "sampler", None)
-        inner = getattr(inner, "batch_sampler", None)
+    holder, sampler = _sampled(loader)
     if isinstance(sampler, DistributedSampler):
         sampler.seed = seed % 2**31
     elif _is_plain(sampler) and type(holder) is BatchSampler and not _is_shuffled(loader):
@@ -199,6 +198,82 @@ def reseed(loader: Any, epoch: int, seed_of: SeedOf) -> None:
     elif hasattr(sampler, "generator"):
         sampler.generator = torch.Generator().manual_seed(own)
     _tell_epoch(sampler, epoch)
+
+
+def _sampled(loader: Any) -> tuple[Any, Any]:
+    """What holds the sampler of ``loader``, and that sampler, if there is one."""
+    holder = loader
+    inner = getattr(loader, "batch_sampler", None)
+    while inner is not None:  # of wrappers' wrappers the innermost
+        holder = inner
+        inner = getattr(inner, "batch_sampler", None)
+    return holder, getattr(holder, "sampler", None)
+
+
+class Place:
+    """Where a peer is in its data: the ``epoch``, and the ``batches`` of it that were taken. ``first``: what
+    its seeds count from. ``str`` gives what a checkpoint keeps of it, ``said``; "" before the first batch.
+
+    A loader goes on by the indices that its sampler gives, a stream of ``datasets`` in this process by its
+    own state. That loses what was in its shuffle buffer. Anything else is read again up to there."""
+
+    def __init__(self, seed_of: SeedOf, said: str = "", first: int = 0) -> None:
+        self._seed_of = seed_of
+        self.first, self.epoch, self.batches = first, 0, 0
+        self._state: Any = None
+        """Of the stream, when the peer left it."""
+        self._stream: Any = None
+        self._put_back: Callable[[], None] = lambda: None
+        if said:
+            self.first, self.epoch, self.batches, self._state = json.loads(said)
+
+    def __str__(self) -> str:
+        if not (self.epoch or self.batches):
+            return ""
+        where = [self.first, self.epoch, self.batches]
+        try:
+            said = json.dumps([*where, self._stream and self._stream.state_dict()])
+        except (TypeError, ValueError):  # not of plain values
+            said = ""
+        return said if 0 < len(said) <= STATE_BYTES else json.dumps([*where, None])
+
+    def begin(self, loader: Any) -> int:
+        """Give ``loader`` the order of this epoch, from here on. Returns how many batches are yet to be
+        passed over."""
+        self._put_back()
+        reseed(loader, self.epoch, self._seed_of)
+        dataset = getattr(loader, "dataset", loader)
+        is_here = _is_of_datasets(dataset) and not getattr(loader, "num_workers", 0)
+        self._stream = dataset if is_here and hasattr(dataset, "load_state_dict") else None
+        state, self._state = self._state, None
+        if self._stream is not None and state is not None:
+            self._stream.load_state_dict(state)
+            return 0
+        holder, sampler = _sampled(loader)
+        if type(holder) is not BatchSampler or isinstance(dataset, IterableDataset):
+            return self.batches
+        holder.sampler = _Rest(sampler, self.batches * holder.batch_size)
+        self._put_back = partial(setattr, holder, "sampler", sampler)
+        return 0
+
+    def end(self) -> None:
+        """The epoch is over."""
+        self.epoch += 1
+        self.batches = 0
+
+
+class _Rest(Sampler[int]):
+    """What ``sampler`` gives after the first ``skipped``."""
+
+    def __init__(self, sampler: Any, skipped: int) -> None:
+        self._sampler = sampler
+        self._skipped = skipped
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(self._sampler, self._skipped, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
 
 
 def warn_of_a_stream(loader: Any) -> None:
@@ -320,16 +395,13 @@ class Fetching:
                 self._found.put((None, error))
 
 
-def passes(
-    loader: Iterable[_T], seed_of: SeedOf, goes_on: Callable[[float], bool], first_epoch: int = 0
-) -> Iterator[_T]:
-    """Batches of ``loader``, again and again, reseeded for each pass. Ends when ``goes_on``, asked while data
-    takes long, says no. Raises ``ConfigError`` for a loader without a batch, and for one that cannot begin
-    again."""
+def passes(loader: Iterable[_T], place: Place, goes_on: Callable[[float], bool]) -> Iterator[_T]:
+    """Batches of ``loader`` from ``place`` on, again and again, reseeded for each pass. Ends when
+    ``goes_on``, asked while data takes long, says no. Raises ``ConfigError`` for a loader without a batch,
+    and for one that cannot begin again."""
     if hasattr(loader, "__next__"):
         problem = "is an iterator, which can be gone through once; give the loader or dataset it was made of"
         raise ConfigError("until_done", "loader", problem)
-    epoch = first_epoch
 
     def begin() -> tuple[Iterator[_T], tuple[_T] | None]:
         batches = iter(loader)
@@ -337,15 +409,19 @@ def passes(
 
     with Fetching() as fetching:
         while True:
-            reseed(loader, epoch, seed_of)
+            skipped = place.begin(loader)
             batches, found = fetching.fetch(begin, goes_on, is_repeatable=True)
-            if found is None:
+            if found is None and not place.batches:
                 problem = "has no batch: is the dataset empty, or smaller than a batch that is dropped?"
                 raise ConfigError("until_done", "loader", problem)
             while found is not None:
-                yield found[0]
+                if skipped:
+                    skipped -= 1
+                else:
+                    place.batches += 1
+                    yield found[0]
                 found = fetching.fetch(partial(_next, batches), goes_on)
-            epoch += 1
+            place.end()
 
 
 def _next(batches: Iterator[_T]) -> tuple[_T] | None:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
 from p2p_co2.recipes.inner_step import make_step
-from p2p_co2.swarm.data import Stopped, passes, warn_of_a_stream
+from p2p_co2.swarm.data import Place, Stopped, passes, warn_of_a_stream
 from p2p_co2.system.private import call_before_threads_end
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.tensors.pretrained import write_pretrained
@@ -66,7 +66,10 @@ class Swarm:
         self.done = False
         self._tokens, self._losses = 0, list[Any]()
         """Of the micro-steps since the last update."""
-        self._first_epoch = peer.inner_steps
+        said = peer.keep_place(lambda: str(self.place))
+        self.place = Place(self.data_seed, said, peer.inner_steps)
+        """In the first loader that ``until_done`` is given; callbacks keep theirs here."""
+        self._loader: Any = None
         self._measuring = AgreedLoss(evaluate)
         self._measuring.begin(peer)
 
@@ -133,11 +136,14 @@ class Swarm:
 
         Each pass of a ``DataLoader`` is in this peer's own order, shuffled or not; what else has
         ``set_epoch`` is told the pass. A stream keeps its order, which is warned of, unless ``shard`` made
-        it. One that stalls holds up this peer's steps and nothing else. Raises ``ConfigError`` for a loader
-        without batches, or one that cannot begin again."""
+        it. One that stalls holds up this peer's steps and nothing else. A peer that comes back goes on where
+        its checkpoint was, in the first loader that it gives. Raises ``ConfigError`` for a loader without
+        batches, or one that cannot begin again."""
         warn_of_a_stream(loader)
+        self._loader = loader if self._loader is None else self._loader
+        place = self.place if loader is self._loader else Place(self.data_seed, first=self.inner_steps)
         try:
-            for batch in passes(loader, self.data_seed, self._wait, 0):
+            for batch in passes(loader, place, self._wait):
                 if self.done:
                     break
                 yield batch
@@ -149,8 +155,8 @@ class Swarm:
             self.leave()
 
     def data_seed(self, epoch: int) -> int:
-        """A seed for this peer's data in its ``epoch``, counted from where it began or went on."""
-        return data_seed(self.peer.run, self.peer.peer_id, self._first_epoch + epoch)
+        """A seed for this peer's data in its ``epoch``, counted from where it began."""
+        return data_seed(self.peer.run, self.peer.peer_id, self.place.first + epoch)
 
     def _wait(self, waited_s: float) -> bool:
         """While there is no data: merge what the others agree on, if no gradient is under way."""

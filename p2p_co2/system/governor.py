@@ -98,10 +98,6 @@ class Governor:
     def go_on(self) -> None:
         self._wish = False
 
-    def toggle(self, minute: int) -> None:
-        """The other of the two, as things stand."""
-        self._wish = not self.resting(minute)
-
     def resting(self, minute: int) -> str:
         """Why to rest at ``minute`` of the local day; "" to work."""
         if (wished := self._news()) is not None:

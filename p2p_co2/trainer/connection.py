@@ -354,7 +354,7 @@ class Connection:
         ledger.restore(saved.residuals, saved.past)
         for damage in saved.passed_over:
             self._part.warn(f"a checkpoint is damaged, went on from the checkpoint before it: {damage}")
-        return ledger, Progressed(saved.position, saved.inner_steps, saved.tokens)
+        return ledger, Progressed(saved.position, saved.inner_steps, saved.tokens, saved.data)
 
     def _start_node(self, plan: TrainingSetup, ledger: TensorWorker) -> Node:
         run = self.run

@@ -120,6 +120,7 @@ class Peer:
         self._sync = Synchroniser(plan.run, self._model, ledger, part.view, start)
         self._saver = Saver(plan, ledger, self._sync, self._model.live, part.report)
         self.rates = rates
+        self._saver.data_place = lambda: start.data
         self._left = False
         self._stepping = Stepping()
         self._signals = Asked(self.stop, signal.SIGTERM)
@@ -158,6 +159,13 @@ class Peer:
     def over(self) -> bool:
         """True when the run has reached its last round."""
         return self._sync.account.is_over(self._sync.position)
+
+    def keep_place(self, place: Callable[[], str]) -> str:
+        """Keep in each checkpoint what ``place`` says then: where the program is in its data. Returns what
+        was kept in the one that this peer goes on from; "" if it begins."""
+        before = self._saver.data_place()
+        self._saver.data_place = place
+        return before
 
     @torch.inference_mode(False)  # what is made here is changed in other threads, which are not in it
     def step(self, tokens: int | Tensor, loss: float | Tensor) -> bool:
@@ -222,16 +230,12 @@ class Peer:
         end: no training, no fetching, only heartbeats. The swarm does not wait for this peer, and it keeps
         its place.
         Others judge without it where the swarm is. Newcomers ask it only for what nobody else has. Safe in a
-        signal handler and from other threads, as are the next two."""
+        signal handler and from other threads, as is the next one."""
         self._governor.pause()
 
     def go_on(self) -> None:
         """End a pause, or the rest outside the configured hours until they next turn."""
         self._governor.go_on()
-
-    def toggle_pause(self) -> None:
-        """``pause`` if it works, ``go_on`` if it rests."""
-        self._governor.toggle(_minute_of_the_day())
 
     def _rest(self) -> None:
         is_ending = self._sync.stopped or self._sync.account.is_near_end(self._sync.position)

@@ -63,6 +63,8 @@ class Saver:
         """Why the last one was not written."""
         self.began_at = time.monotonic()
         self._told = set[str]()
+        self.data_place: Callable[[], str] = str
+        """Says where the program is in its data."""
         self.size_bytes = 0
         self._look()
         self.began_at -= max(0.0, self.every_s - REPORT_EVERY_S)  # who is killed soon has one to go on from
@@ -134,7 +136,7 @@ class Saver:
             run_config_json=plan.run.canonical_bytes().decode(), plan_digest=plan.fragments.digest,
             states=(), buffers=buffers, optimizer={}, position=sync.position, inner_steps=sync.inner_steps,
             tokens=sync.figures.tokens, inner=inner_of(plan.optimizer, plan.model),
-            parameters=self._shapes, stage=plan.stage,
+            parameters=self._shapes, stage=plan.stage, data=self.data_place(),
         )  # fmt: skip
         stopped_s = time.monotonic() - began_at
         self.copies = copies = ShareQueue(changing_parts(checkpoint, said), self._live, stopped_s)

@@ -61,6 +61,7 @@ class Progressed:
     position: float = 0.0
     inner_steps: int = 0
     tokens: int = 0
+    data: str = ""
 
 
 class Source(NamedTuple):

@@ -64,7 +64,8 @@ class Checkpoint:
     inner optimizer's ``state_dict()``, ``inner`` what it belongs to. ``parameters``: names and shapes of
     those that are trained, in order. ``position`` in rounds. ``residuals``: error feedback per fragment.
     ``past``: digests of the agreed state's earlier versions, per fragment. ``stage``: the one whose model
-    this is, in a run with stages; None for the whole model. Names are plain: without wrappers' prefixes.
+    this is, in a run with stages; None for the whole model. ``data``: where the peer is in its data, as the
+    program says it. Names are plain: without wrappers' prefixes.
 
     Set by ``load``: ``path``, its folder, and ``passed_over``, newer ones that were damaged, and how.
 
@@ -85,6 +86,7 @@ class Checkpoint:
     residuals: Mapping[int, parts.Values] = field(default_factory=dict)
     past: Sequence[Mapping[int, bytes]] = ()
     stage: int | None = None
+    data: str = ""
     path: Path = Path()
     passed_over: tuple[str, ...] = ()
 
@@ -124,6 +126,7 @@ class Saving:
             "position": checkpoint.position.hex(),
             "inner_steps": str(checkpoint.inner_steps),
             "tokens": str(checkpoint.tokens),
+            "data": checkpoint.data,
             "past": json.dumps([{at: one.hex() for at, one in past.items()} for past in checkpoint.past]),
         }
         if checkpoint.stage is not None:
@@ -229,6 +232,7 @@ def _read(path: Path, wanted: Callable[[str], bool], passed_over: tuple[str, ...
             for past in json.loads(metadata.get("past", "[]"))
         ],
         stage=int(metadata["stage"]) if "stage" in metadata else None,
+        data=metadata.get("data", ""),
         path=path,
         passed_over=passed_over,
     )

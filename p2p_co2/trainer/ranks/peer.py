@@ -64,6 +64,10 @@ class LeadingPeer(Peer):
         super().__init__(part, ledger, plan, rates, start)
         self._signals = Asked(self.stop, signal.SIGINT, signal.SIGTERM)
 
+    def keep_place(self, place: Callable[[], str]) -> str:
+        """Nothing is kept: other ranks would not know it."""
+        return ""
+
     def step(self, tokens: int | Tensor, loss: float | Tensor) -> bool:
         """As ``Peer.step``, called on every rank: tokens are summed and losses averaged."""
         self._stepping.must_be_here()
@@ -235,6 +239,10 @@ class FollowingPeer:
         """As ``Peer.idle``: rank 0 counts the time."""
         return not self.over
 
+    def keep_place(self, place: Callable[[], str]) -> str:
+        """As ``LeadingPeer.keep_place``."""
+        return ""
+
     def stop(self) -> None:
         """As ``Peer.stop``, from the next step on, for all ranks."""
         self._asked.append("stop")
@@ -246,10 +254,6 @@ class FollowingPeer:
     def go_on(self) -> None:
         """As ``Peer.go_on``, as far as this rank comes to a step."""
         self._asked.append("go_on")
-
-    def toggle_pause(self) -> None:
-        """As ``Peer.toggle_pause``."""
-        self._asked.append("toggle_pause")
 
     def agreed_parameters(self) -> dict[str, Tensor]:
         """Rank 0 has them; here they are empty."""

@@ -152,11 +152,6 @@ class StagePeer:
         for group in self._groups:
             group.peer.stop()
 
-    def toggle_pause(self) -> None:
-        """As ``Peer.toggle_pause``."""
-        for group in self._groups:
-            group.peer.toggle_pause()
-
     def leave(self, reason: str = "") -> None:
         """As ``Peer.leave``."""
         with ExitStack() as ending:  # from the last to the first, whose thread carries the others
