@@ -120,7 +120,7 @@ async def test_daemon_faults_in_words(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "damaged").write_bytes(b"not a key")
     with pytest.raises(EnvironmentFault, match="identity file"):
         await start_p2p(tmp_path / "damaged")
-    for content, fix in ((None, "reinstall"), (b"\x7fELF not for us", "Linux x86-64")):
+    for content, fix in ((None, "reinstall"), (b"\x7fELF not for us", "another processor")):
         binary = tmp_path / "p2pd"
         if content is not None:
             binary.write_bytes(content)

@@ -113,7 +113,7 @@ def test_who_is_asked_amid_an_import_stops_when_it_is_over(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("system", "machine"), [("darwin", "arm64"), ("win32", "AMD64"), ("linux", "aarch64")]
+    ("system", "machine"), [("darwin", "arm64"), ("win32", "AMD64"), ("linux", "riscv64")]
 )
 def test_another_machine_is_refused_with_what_to_do(system: str, machine: str) -> None:
     with pytest.raises(EnvironmentFault, match=rf"this is {system} on {machine}.*WSL 2.*container"):

@@ -44,12 +44,15 @@ _PROGRAM = (
 )
 
 
+ARM = {"aarch64", "arm64"}
+
+
 def require_supported_platform(system: str = sys.platform, machine: str = platform.machine()) -> None:
-    """Raise ``EnvironmentFault`` where the libp2p daemon has no build: anything but Linux on x86-64."""
-    if system != "linux" or machine not in {"x86_64", "AMD64"}:
+    """Raise ``EnvironmentFault`` on anything but Linux on x86-64, or on 64-bit ARM, where nobody tried it."""
+    if system != "linux" or machine not in {"x86_64", "AMD64", *ARM}:
         raise EnvironmentFault(
-            f"p2p-co2 runs on Linux x86-64 (this is {system} on {machine}): its libp2p daemon is built for "
-            "that alone; on Windows use WSL 2, elsewhere a Linux x86-64 container or virtual machine"
+            f"p2p-co2 runs on Linux (this is {system} on {machine}): it asks Linux's kernel about processes, "
+            "memory and connections; on Windows use WSL 2, elsewhere a container or virtual machine"
         )
 
 

@@ -25,7 +25,7 @@ from p2p_co2.config import OWN_LOOP, PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.system.accelerators import Gpus, Maker, gpus_here
 from p2p_co2.system.machine import available_memory_bytes, cpu_quota, field_of
-from p2p_co2.system.process import OUR_PACKAGES, require_supported_platform
+from p2p_co2.system.process import ARM, OUR_PACKAGES, require_supported_platform
 from peers.doctor.findings import Finding, Grade, MeasuredLink
 
 BASE_BYTES = 450e6
@@ -70,6 +70,9 @@ def check_platform() -> Finding:
         require_supported_platform()
     except EnvironmentFault as error:
         return Finding("platform", Grade.CANNOT, here, str(error))
+    if platform.machine() in ARM:
+        advice = "all packages are built for it, and nobody has tried it; say how it went"
+        return Finding("platform", Grade.LIMITED, here, advice)
     return Finding("platform", Grade.OK, here)
 
 

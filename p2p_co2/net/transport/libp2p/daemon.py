@@ -6,7 +6,7 @@ port and handlers. Its links and places are lost.
 
 Laws: one daemon per process, with our identity. It ends when its control connection does, even after a
 SIGKILL (within 2 s). Its control socket lies in a folder of mode 700. Price: a Go program in the hivemind
-wheel, Linux x86-64 only, about 30 MB of memory.
+wheel, about 30 MB of memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _FAULTS = {
 """What the daemon prints before it ends, and what helps."""
 _EXEC_FAULTS = {
     errno.ENOENT: "is missing; reinstall it: pip install --force-reinstall hivemind",
-    errno.ENOEXEC: "does not run here: it is for Linux x86-64; use such a machine, WSL, or a container",
+    errno.ENOEXEC: "does not run here: it is built for another processor; install hivemind again here",
     errno.EACCES: "may not be executed; allow it: chmod +x",
 }
 
