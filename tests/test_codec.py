@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from p2p_co2.codec_specs import SPECS
-from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.errors import EnvironmentFault, LocalProtocolError, RemoteProtocolError
 from p2p_co2.tensors.codec import Codec, get_codec
 from p2p_co2.tensors.codec.base import SMALLEST
 from p2p_co2.tensors.codec.bitsandbytes_blocks import BitsAndBytesFourBit
@@ -118,6 +118,16 @@ def test_nearest_code_by_exhaustive_search(name: str, spread: float) -> None:
     taken = (values.double() - codec.decode(payload).double()).abs().view(-1, 128)
     # Where two codes are equally near but for the rounding of one division, either may be taken.
     assert bool((taken <= distance.amin(dim=2) + scales * 4e-6).all())
+
+
+def test_the_two_codecs_of_bitsandbytes_say_so_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2p_co2.tensors.codec.bitsandbytes_blocks.find_spec", lambda name: None)
+    for name in ("fp4", "nf4"):
+        with pytest.raises(
+            EnvironmentFault, match=rf"codec {name} needs bitsandbytes.*pip install bitsandbytes"
+        ):
+            get_codec(name)
+    assert get_codec("int8").encode(gaussians(256)).numel()
 
 
 @pytest.mark.parametrize("name", ["fp4", "nf4"])

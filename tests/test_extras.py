@@ -48,16 +48,18 @@ def test_what_is_missing_is_told_with_its_command(monkeypatch: pytest.MonkeyPatc
         extras.require("board", "the board")
 
 
-def test_looking_imports_nothing() -> None:
+def test_looking_imports_nothing_nor_do_codecs_that_do_not_need_it() -> None:
     script = (
         "import sys\nfrom p2p_co2.system.extras import LIBRARIES, missing\n"
         "for extra in LIBRARIES: missing(extra)\n"
-        "print(sorted({name for names in LIBRARIES.values() for name in names} & set(sys.modules)))"
+        "print(sorted({name for names in LIBRARIES.values() for name in names} & set(sys.modules)))\n"
+        "import p2p_co2.trainer\nfrom p2p_co2.tensors.codec import get_codec\nget_codec('q2')\n"
+        "print('bitsandbytes' in sys.modules)"
     )
     told = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert told.stdout == "[]\n"
+    assert told.stdout == "[]\nFalse\n"
 
 
 FORBID = """

@@ -14,11 +14,13 @@ imported at the first encode that needs it.
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from p2p_co2.codec_specs import CodecSpec
+from p2p_co2.errors import EnvironmentFault
 from p2p_co2.tensors.codec.base import SMALLEST, ScaledCodec, absmax
 from p2p_co2.tensors.codec.passes import INT8
 
@@ -45,6 +47,9 @@ class BitsAndBytesFourBit(ScaledCodec):
     largest_code = 1.0
 
     def __init__(self, spec: CodecSpec) -> None:
+        if find_spec("bitsandbytes") is None:
+            cure = "pip install bitsandbytes, or take another codec in the run file (int4, q2)"
+            raise EnvironmentFault(f"codec {spec.name} needs bitsandbytes, which is not installed: {cure}")
         magnitudes = tuple(value / 12.0 for value in _FP4)
         fp4 = magnitudes + tuple(0.0 - value for value in magnitudes)
         self.values_of_codes = _NF4 if spec.name == "nf4" else fp4
