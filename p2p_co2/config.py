@@ -387,7 +387,7 @@ class LimitsConfig(_Frozen):
             name="idle_for", unit="TIME", panel=GUEST,
             help="Go on when none of that was in use for so long: 90s, 5m, 1h.",
         ),
-    ] = Field(default=300.0, ge=10, le=86400)  # fmt: skip
+    ] = Field(default=300.0, ge=5, le=86400)  # fmt: skip
 
     @field_validator("upload_bytes_per_s", "download_bytes_per_s")
     @classmethod

@@ -157,8 +157,8 @@ def _processes() -> Iterator[tuple[int, Process]]:
         before, _, after = text_of(place / "stat").rpartition(")")
         words = after.split()
         if len(words) > 15:  # it has not ended just now
-            ticks = sum(map(int, words[11:15]))
-            yield int(place.name), Process(int(words[1]), before.partition("(")[2], ticks)
+            name = "" if words[0] == "Z" else before.partition("(")[2]  # of a zombie only the ticks count
+            yield int(place.name), Process(int(words[1]), name, sum(map(int, words[11:15])))
 
 
 def _busy_ticks() -> int:
