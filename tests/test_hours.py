@@ -60,8 +60,8 @@ def test_peers_rest_as_their_hours_turn_and_as_they_are_told(swarm: Campaign) ->
     game.symlink_to(shutil.which("sleep") or "")
     deaf = swarm.folder / "loginctl"
     deaf.symlink_to(shutil.which("false") or "")
-    rests = ["--rest-for", f"steam, {game.name}", "--idle-for", "5s", "--rest-while", "input"]
-    swarm.join("always", *rests, variables={"PATH": f"{swarm.folder}:{os.environ['PATH']}"})
+    guest = ["--rest-for", f"steam, {game.name}", "--idle-for", "5s", "--rest-while", "input"]
+    swarm.join("always", *guest, variables={"PATH": f"{swarm.folder}:{os.environ['PATH']}"})
     swarm.join("by day", "--hours", "07:00-20:00", variables=here)
     swarm.join("by night", "--hours", "20:00-07:00", variables=here)
     rests = swarm.wait_for("by day", Paused)
