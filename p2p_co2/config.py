@@ -322,12 +322,10 @@ Rate = Annotated[float, BeforeValidator(read_rate)]
 
 def read_duration(given: object) -> object:
     """Seconds of "90", "90s", "5m" or "1h"; what is no text stays as it is."""
-    if not isinstance(given, str):
-        return given
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh]?)", given)
-    if found is None:
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh]?)", given) if isinstance(given, str) else None
+    if found is None and isinstance(given, str):
         raise ValueError("is no duration; write seconds, or 90s, 5m, 1h")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+    return float(found[1]) * {"m": 60, "h": 3600}.get(found[2], 1) if found else given
 
 
 @dataclass(frozen=True, kw_only=True)

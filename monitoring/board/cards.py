@@ -30,10 +30,9 @@ _WISH = """(click) => fetch(
 
 
 class OwnCard:
-    """What the reader's own peer does and has given."""
+    """What the reader's own peer does and has given. ``wish_token``: of a page that may pause it."""
 
     def __init__(self, facts: SwarmFacts, wish_token: str = "") -> None:
-        """``wish_token``: of the server, where it may pause the peer."""
         with block("b-card", "section").props("data-testid=you"):
             with block("b-head"):
                 self._title = text("b-title", tag="h2")

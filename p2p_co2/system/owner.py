@@ -116,13 +116,11 @@ class Owner:
         return next((reason for reason, at in self._used_at.items() if at >= since), "")
 
     def _run(self) -> None:
-        is_over = False
-        while not is_over:
+        while not self._closing.wait(1.3):
             now = self._moment()
             for reason, is_used in self._sensors.items():
                 if is_used(now):
                     self._used_at[reason] = time.monotonic()
-            is_over = self._closing.wait(1.3)
 
     def _moment(self) -> Moment:
         at = time.monotonic()
@@ -141,10 +139,8 @@ class Owner:
 def _has_folder(pid: str) -> bool:
     """Whether a process has taken a ``FolderLock``."""
     with suppress(OSError):  # it has ended, or is another user's
-        for one in Path(f"/proc/{pid}/fd").iterdir():
-            path = Path(os.readlink(one))
-            if path.name == "lock" and holder_of(path.parent) == pid:
-                return True
+        held = (Path(os.readlink(one)) for one in Path(f"/proc/{pid}/fd").iterdir())
+        return any(one.name == "lock" and holder_of(one.parent) == pid for one in held)
     return False
 
 
@@ -193,8 +189,8 @@ class Nvml:
     def __init__(self) -> None:
         try:
             self._library: Any = ctypes.CDLL("libnvidia-ml.so.1")
-            names = (f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "Graphics"))
-            self._lists = [getattr(self._library, name) for name in names]
+            kinds = ("Compute", "Graphics")
+            self._lists = [getattr(self._library, f"nvmlDeviceGet{one}RunningProcesses_v3") for one in kinds]
             count = ctypes.c_uint()
             if self._library.nvmlInit_v2() or self._library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
                 raise OSError("its driver does not answer")
