@@ -98,8 +98,10 @@ class Owner:
             self.missing.append("no rest while its owner works: this machine shows no processes; mount /proc")
             self._sensors.clear()
         self._used_at = dict.fromkeys(self._sensors, -math.inf)
-        self._locks: dict[tuple[str, str], bool] = {}
-        """By process and file: whether it is a peer that has its folder."""
+        self._locks: dict[tuple[str, str], float] = {}
+        """The kernel's list, by process and file: since when each is known."""
+        self._peers = set[tuple[str, str]]()
+        """Those of peers that have their folder."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="p2p-co2 owner", daemon=True)
 
@@ -132,8 +134,10 @@ class Owner:
         # The ranks of a group that is one peer are children of what started them.
         own = os.getppid() if "LOCAL_WORLD_SIZE" in os.environ else os.getpid()
         listed = {(row[4], row[5]) for row in _rows("/proc/locks") if row[1] == "FLOCK"}
-        self._locks = {one: self._locks[one] if one in self._locks else _has_folder(one[0]) for one in listed}
-        ours = {own, *(int(pid) for (pid, _), is_peer in self._locks.items() if is_peer)}
+        self._locks = {one: self._locks.get(one, at) for one in listed}
+        young = {one for one, since_at in self._locks.items() if at - since_at < 10.0}  # it names its holder
+        self._peers |= {one for one in young if _has_folder(one[0])}
+        ours = {own, *(int(pid) for pid, _ in self._peers & listed)}
         while more := {pid for pid, one in processes.items() if one.parent in ours} - ours:
             ours |= more
         return Moment(at, processes, ours, busy_ticks)
@@ -153,10 +157,8 @@ def _rows(table: str) -> list[list[str]]:
 
 def _processes() -> Iterator[tuple[int, Process]]:
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with (
-            suppress(OSError, LookupError),
-            open(f"/proc/{pid}/stat", "rb", buffering=0) as file,
-        ):  # it may have ended
+        # It may have ended.
+        with suppress(OSError, LookupError), open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             before, _, after = file.read(1024).decode(errors="replace").rpartition(")")
             words = after.split(maxsplit=15)
             name = "" if words[0] == "Z" else before.partition("(")[2]  # of a zombie only the ticks count
