@@ -138,7 +138,7 @@ class RelayedFeed(Feed):
 
     def __init__(self, relay: socket.socket, folder: Path | None = None) -> None:
         self.gone = threading.Event()
-        self._folder = folder
+        self.folder = folder
         self._relay = relay
         self._lock = threading.Lock()
         self._poller: Poller | None = None
@@ -156,7 +156,7 @@ class RelayedFeed(Feed):
         self._watched_at = now
 
     def invitation(self) -> str:
-        return read_ticket(self._folder) if self._folder is not None else ""
+        return read_ticket(self.folder) if self.folder is not None else ""
 
     def close(self) -> None:
         self.gone.set()

@@ -148,7 +148,7 @@ def peer_state(known: Known, peer: PeerRecord) -> tuple[str, str]:
         return gone
     if silent_s > SILENT_AFTER_S:
         return [*out_of_reach, ("silent", f"no word for {silent_s:.0f} s")][0]
-    return ("gone", "it ended without a word") if known.is_over else (peer.phase or "starting", "")
+    return ("gone", "it ended without a word") if known.is_over else (peer.phase or "starting", peer.paused)
 
 
 def run_position(trains: Sequence[float], ended: Sequence[tuple[float, float]]) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import secrets
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
@@ -34,13 +35,15 @@ Moments = Iterator[list[ev.Event]]
 
 
 class Model:
-    """One swarm. ``rounds_kept``: in the view. ``known``: all that is known at the last moment."""
+    """One swarm. ``rounds_kept``: in the view. ``known``: all that is known at the last moment.
+    ``wish_token``: what a page gives with a wish about the feed's own peer; "" where none is heard."""
 
     def __init__(self, feed: Feed, rounds_kept: int = ROUNDS_KEPT) -> None:
         self.feed = feed
         self.view = SwarmView(rounds_kept=rounds_kept)
         self.sightings: dict[str, Sighting] = {}
         self.known = Known(self.view, 0.0, feed.run, feed.state, feed.place, me=feed.me)
+        self.wish_token = secrets.token_urlsafe(18) if feed.folder is not None else ""
         self._received_at: dict[str, float] = {}
         """When events of a peer last came, however old: a reader of a past is not told of silence."""
         self._facts: SwarmFacts | None = None

@@ -38,6 +38,7 @@ from monitoring.words import (
     percent,
     plain,
     size,
+    to_owner,
 )
 from p2p_co2.telemetry.feed import Feed
 
@@ -163,6 +164,7 @@ def line(facts: SwarmFacts) -> str:
     ]  # fmt: skip
     if own := facts.own:
         parts += [f"share {percent(own.share_counted)}", f"links {links(own.carriers)}", own.loading]
+        parts += [f"resting: {plain(to_owner(own.reason), 90)}"] if own.state == "paused" else []
     if facts.stages:
         replicas, queues = (
             " + ".join(figure(getattr(one, name)) for one in facts.stages) for name in ("replicas", "waiting")
@@ -242,7 +244,9 @@ def _head(facts: SwarmFacts, cells: int) -> list[Text]:
     ]  # fmt: skip
     if facts.progress is not None:
         head.append(_bar(facts.progress, cells, "green"))
-    if (own := facts.own) and own.loaded_share is not None:
+    if (own := facts.own) and own.state == "paused":
+        head.append(Text(f"resting: {plain(to_owner(own.reason), 90)}", style="yellow"))
+    if own and own.loaded_share is not None:
         head.append(Text(f"{own.loading} ({own.loaded_share:.0%})", style="yellow"))
         head.append(_bar(own.loaded_share, cells, "yellow"))
     return head

@@ -130,6 +130,11 @@ def loading_words(now: ev.StateLoading | None) -> str:
     return f"loading the agreed state: {how_far} from {now.donors} peer{'s'[: now.donors != 1]}"
 
 
+def to_owner(reason: str) -> str:
+    """Why a peer rests, said to its owner: "you are using the GPU"."""
+    return reason.replace("its owner is", "you are")
+
+
 def capped_words(event: ev.ContributionCapped) -> str:
     """What its peer claims and what it counted as, in the work of the round's median member. It is a share
     where only the size of what it sent was too large."""

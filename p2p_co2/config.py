@@ -22,6 +22,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -30,6 +31,7 @@ from p2p_co2.codec_specs import SPECS, codec_names
 from p2p_co2.errors import ConfigError, in_our_words
 from p2p_co2.rule_specs import AGGREGATION_RULES, OUTER_RULES, implied_rule
 from p2p_co2.system.governor import read_hours
+from p2p_co2.system.owner import SENSES, read_words
 from p2p_co2.wire.limits import MAX_STAGES
 
 ApplyRule = Literal["keep", "co2", "blend", "eager"]
@@ -318,6 +320,14 @@ def read_rate(given: object) -> object:
 Rate = Annotated[float, BeforeValidator(read_rate)]
 
 
+def read_duration(given: object) -> object:
+    """Seconds of "90", "90s", "5m" or "1h"; what is no text stays as it is."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh]?)", given) if isinstance(given, str) else None
+    if found is None and isinstance(given, str):
+        raise ValueError("is no duration; write seconds, or 90s, 5m, 1h")
+    return float(found[1]) * {"m": 60, "h": 3600}.get(found[2], 1) if found else given
+
+
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """How a setting of a peer is given outside a peer file: ``--name`` of ``p2p-co2 join`` and ``doctor``,
@@ -362,6 +372,20 @@ class LimitsConfig(_Frozen):
     hours: Annotated[
         str, Option(panel=GUEST, help="Train only then, local time: 22:00-07:00, or several with commas.")
     ] = Field(default="", max_length=256)
+    rest_while: Annotated[
+        str, Option(panel=GUEST, help="Rest while you use these: gpu, input, load; with commas.")
+    ] = Field(default="", max_length=256)
+    rest_for: Annotated[
+        str, Option(panel=GUEST, help="Rest while programs of these names run: blender,steam.")
+    ] = Field(default="", max_length=1024)
+    idle_for_s: Annotated[
+        float,
+        BeforeValidator(read_duration),
+        Option(
+            name="idle_for", unit="TIME", panel=GUEST,
+            help="Go on when none of that was in use for so long: 90s, 5m, 1h.",
+        ),
+    ] = Field(default=300.0, ge=5, le=86400)  # fmt: skip
 
     @field_validator("upload_bytes_per_s", "download_bytes_per_s")
     @classmethod
@@ -372,14 +396,14 @@ class LimitsConfig(_Frozen):
             )
         return rate
 
-    @field_validator("hours")
+    @field_validator("hours", "rest_while")
     @classmethod
-    def _readable(cls, hours: str) -> str:
+    def _readable(cls, text: str, info: ValidationInfo) -> str:
         try:
-            read_hours(hours)
+            read_hours(text) if info.field_name == "hours" else read_words(text, SENSES)
         except ConfigError as error:
             raise ValueError(error.problem) from None
-        return hours
+        return text
 
 
 class PeerConfig(_Frozen):

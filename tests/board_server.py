@@ -8,7 +8,9 @@ without a replica since half-way); ``evil`` (a peer that says all that the check
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 from monitoring.board.server import place_for, run_board
 from p2p_co2.telemetry.feed import FeedState, News
@@ -56,4 +58,7 @@ def feed_of(kind: str) -> MadeFeed:
 
 
 if __name__ == "__main__":
-    run_board(feed_of(sys.argv[1]), place_for("127.0.0.1", 0), None, lambda text: print(text, flush=True))
+    with tempfile.TemporaryDirectory() as folder:
+        made = feed_of(sys.argv[1])
+        made.folder = Path(folder) if sys.argv[1] == "own" else None
+        run_board(made, place_for("127.0.0.1", 0), None, lambda text: print(text, flush=True))

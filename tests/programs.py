@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from tests.installed import ENVIRONMENT
 
@@ -68,3 +70,29 @@ def started(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+class Strangers:
+    """Processes that are nobody's children here: a shell starts each, and ends. A context manager: none is
+    left."""
+
+    def __init__(self) -> None:
+        self._running: list[int] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pid in list(self._running):
+            self.end(pid)
+
+    def start(self, *command: str) -> int:
+        """Its process id."""
+        shell = ["sh", "-c", '"$@" </dev/null >/dev/null 2>&1 & echo $!', "sh", *command]
+        said = subprocess.run(shell, env=ENVIRONMENT, stdout=subprocess.PIPE, check=True, text=True).stdout
+        self._running.append(int(said))
+        return int(said)
+
+    def end(self, pid: int) -> None:
+        self._running.remove(pid)
+        os.kill(pid, signal.SIGKILL)

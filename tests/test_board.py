@@ -21,6 +21,7 @@ from rich.console import Console
 
 from monitoring import charts
 from monitoring.board import server
+from monitoring.board.cards import own_told
 from monitoring.board.pages import fact_rows
 from monitoring.board.server import Guard, place_for, recall_journal, run_activated, swarm_schema
 from monitoring.facts import OF_STAGES, RunState, SwarmFacts
@@ -36,12 +37,13 @@ from monitoring.status import look
 from monitoring.terminal import frame, line, watch_feed
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
 from p2p_co2.protocol.reports import check_event
+from p2p_co2.system.owner import SENSES
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, FeedState, News
 from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, event_line
 from p2p_co2.telemetry.view import MAX_VALUES, recalled
 from p2p_co2.wire.limits import MAX_STRING
-from tests.event_samples import applied, sample, started
+from tests.event_samples import applied, progress, sample, started
 from tests.made_swarm import MadeFeed, MadeSwarm, add_evil, peer_id, step
 from tests.stories import RUN, START, Told
 from tests.swarms import ROOT
@@ -503,6 +505,22 @@ def watched_swarm(peers: int = 4) -> tuple[MadeFeed, Model]:
     model = Model(feed)
     step(model, START + 30)
     return feed, model
+
+
+def test_the_reason_of_a_rest_is_told_to_all_and_to_its_owner_as_you() -> None:
+    feed, model = watched_swarm()
+    feed.me = me = peer_id(0)
+    resting = dataclasses.replace(progress(me, START + 30), phase="paused")
+    feed.news.events += [ev.Paused(at=START + 30, peer=me, reason=SENSES["gpu"]), resting]
+    step(model, START + 31)
+    own = model.facts().own
+    assert own is not None
+    assert (own.state, own.reason) == ("paused", "its owner is using the GPU")
+    assert own_told(model.facts())["you-state"][1:] == ("Paused", "", "you are using the GPU")
+    assert "resting: you are using the GPU" in line(model.facts())
+    feed.news.events += [ev.Resumed(at=START + 31, peer=me, paused_s=1.0), progress(me, START + 31)]
+    step(model, START + 32)
+    assert "resting" not in line(model.facts())
 
 
 def test_a_number_of_hundreds_of_digits_ends_no_board() -> None:

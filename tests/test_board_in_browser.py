@@ -44,6 +44,8 @@ LOSS = "getElement(parseInt(document.querySelector('[data-testid=chart-loss]').i
 TOLD = "return document.querySelector('[data-testid=chart-loss][role=img]').getAttribute('aria-label')"
 """Of the chart of the loss."""
 SPAN = f"return {LOSS}.getModel().getComponent('xAxis').axis.scale.getExtent()"
+WISHES = """return performance.getEntriesByType('resource')
+.filter(one => one.name.endsWith('/wish?wish=pause')).map(one => one.responseStatus)"""
 PAINTED = "return performance.getEntriesByType('paint').length > 0"
 ZOOM = f"{LOSS}.dispatchAction({{type: 'dataZoom', dataZoomIndex: 0, startValue: START, endValue: END}})"
 EMPTY_STAGE = "Stage 3 of 4 has no replica: training waits; join with --stage 3"
@@ -268,6 +270,9 @@ def test_the_reader_with_a_peer_sees_it_first_with_its_machine_and_another_sees_
             assert (text_of(driver, "you"), text_of(driver, "machine")) == ("", "")
             return
         assert text_of(driver, "you-state") == "Training"
+        assert text_of(driver, "wish") == "Pause"
+        press(driver, "[data-testid=wish]")
+        until(lambda: driver.execute_script(WISHES) == [204])
         says(driver, "machine-ram-sub", "in use")
         first = driver.execute_script("return document.querySelector('.b-card').innerText")
         assert first.startswith("You: peer-2")

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from monitoring.summary import RunFacts, summarise
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.recipes import recipe_digest
-from p2p_co2.telemetry.events import Progress, RoundCommitted
+from p2p_co2.telemetry.events import Paused, Progress, Resumed, RoundCommitted
 from tests.event_samples import fold
 from tests.swarms import Swarm, swarm
 
@@ -122,6 +123,39 @@ def see_a_peers_own_board(running: Swarm, peer: str) -> None:
     eventually(check)
     ticket = (running.folder / "a" / "ticket").read_text().strip()
     assert f"P2P_CO2_TICKET={ticket} python my_loop.py" in page(f"{address}run")
+    pause_from_the_page(running, address)
+
+
+def pause_from_the_page(running: Swarm, address: str) -> None:
+    """What its button does; no other page can, nor one that is old."""
+    found = re.search(r"X-Token\W+([\w-]{20,})", page(address))
+    assert found is not None
+    token = found[1]
+
+    def wish(wanted: str, **headers: str) -> int:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        asked = urllib.request.Request(f"{address}wish?wish={wanted}", method="POST", headers=given)
+        try:
+            with urllib.request.urlopen(asked, timeout=BOUND_S) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert wish("pause") == wish("pause", X_Token="x" + token[1:]) == 403
+    assert wish("pause", X_Token=token, Origin="http://evil.example") == 403
+    assert wish("pause", X_Token=token, Host="evil.example") == 403
+    assert wish("sleep", X_Token=token) == 422
+    assert not any(isinstance(event, Paused) for event in running.events("a"))
+    assert wish("pause", X_Token=token) == 204
+    running.wait_for("a", Paused, 1)
+    me = facts_at(address)["me"]
+    eventually(lambda: is_resting(facts_at(address)["peers"][me]))
+    assert wish("go%20on", X_Token=token) == 204
+    running.wait_for("a", Resumed, 1)
+
+
+def is_resting(peer: dict[str, Any]) -> None:
+    assert (peer["state"], peer["reason"]) == ("paused", "paused by hand")
 
 
 def is_told_of(address: str, killed: str) -> None:

@@ -88,6 +88,15 @@ def test_a_peers_hours_are_read_and_a_useless_cap_refused(tmp_path: Path) -> Non
     path.write_text("[limits]\nhours = 'at night'\n")
     with pytest.raises(ConfigError, match=r"limits\.hours: 'at night' is no span of the day; write 22:00"):
         read_peer_config(path)
+    path.write_text("[limits]\nrest_while = 'gpu, load'\nrest_for = 'blender'\nidle_for_s = '1.5m'\n")
+    limits = read_peer_config(path).limits
+    assert (limits.rest_while, limits.rest_for, limits.idle_for_s) == ("gpu, load", "blender", 90.0)
+    path.write_text("[limits]\nrest_while = 'gpu, mouse'\n")
+    with pytest.raises(ConfigError, match="rest_while: 'mouse' is nothing to rest for; use gpu, inp"):
+        read_peer_config(path)
+    path.write_text("[limits]\nidle_for_s = 'a while'\n")
+    with pytest.raises(ConfigError, match=r"idle_for_s: is no duration; write seconds, or 90s, 5m, 1h"):
+        read_peer_config(path)
     path.write_text("[limits]\ndownload_bytes_per_s = 5\n")
     with pytest.raises(ConfigError, match="below 10000 bytes/s no round gets through"):
         read_peer_config(path)

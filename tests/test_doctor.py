@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from p2p_co2.config import OWN_LOOP, PeerConfig, RunConfig
+from p2p_co2.config import OWN_LOOP, LimitsConfig, PeerConfig, RunConfig
 from p2p_co2.recipes import load_recipe
 from p2p_co2.system import machine as kernel
 from peers.doctor import machine
@@ -83,6 +83,17 @@ def test_another_package_with_a_name_of_ours_is_told(monkeypatch: pytest.MonkeyP
     found = {finding.name: finding for finding in machine.look_at_machine(PeerConfig())}
     assert found["packages"].state == LIMITED
     assert "a-monitor, peers" in found["packages"].measured
+
+
+def test_what_this_machine_cannot_tell_of_its_owner_limits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    wanted = PeerConfig(limits=LimitsConfig(rest_while="load, input"))
+    found = [one for one in machine.look_at_machine(wanted) if one.name == "rest-while"]
+    assert [one.state for one in found] == [LIMITED]
+    assert "no rest while input: logind does not tell" in found[0].measured
+    assert found[0].advice == "leave input out"
 
 
 # ---- kernels

@@ -701,6 +701,8 @@ def test_without_a_ticket_or_with_a_wrong_option_join_says_what_to_do(
     for options, told in (
         ({"upload": "fast"}, "join: upload: is no rate"),
         ({"hours": "9"}, "join: hours"),
+        ({"rest_while": "mouse"}, "join: rest_while: 'mouse' is nothing to rest for"),
+        ({"idle_for": "1s"}, "join: idle_for"),
         ({"grpc_port": -1}, "join: grpc_port"),
         ({"lr_schedule": 3}, "learning_rate: is 3"),
     ):

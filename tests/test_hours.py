@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,8 +14,18 @@ from pathlib import Path
 import pytest
 
 from bootstrap.local_swarm import environment
-from p2p_co2.telemetry.events import CheckpointSaved, Paused, PeerFinished, Progress, Resumed, RoundCommitted
+from p2p_co2.system.owner import PROGRAMS
+from p2p_co2.telemetry.events import (
+    CheckpointSaved,
+    Paused,
+    PeerFinished,
+    Progress,
+    Resumed,
+    RoundCommitted,
+    Warned,
+)
 from tests.campaign import RECIPE, Campaign, console, paced_run
+from tests.programs import Strangers
 
 pytestmark = pytest.mark.swarm
 SEVEN_S, DAY_S = 7 * 3600, 24 * 3600
@@ -45,7 +56,12 @@ def test_peers_rest_as_their_hours_turn_and_as_they_are_told(swarm: Campaign) ->
     swarm.start_seed(paced_run(1.0, step_s=0.05))
     turns_at = int(time.time() + 8.0 + 6.0 * start_up_s())
     here = {"TZ": zone_where_it_is_seven_at(turns_at)}
-    swarm.join("always")
+    game = swarm.folder / "a-game"
+    game.symlink_to(shutil.which("sleep") or "")
+    deaf = swarm.folder / "loginctl"
+    deaf.symlink_to(shutil.which("false") or "")
+    guest = ["--rest-for", f"steam, {game.name}", "--idle-for", "5s", "--rest-while", "input"]
+    swarm.join("always", *guest, variables={"PATH": f"{swarm.folder}:{os.environ['PATH']}"})
     swarm.join("by day", "--hours", "07:00-20:00", variables=here)
     swarm.join("by night", "--hours", "20:00-07:00", variables=here)
     rests = swarm.wait_for("by day", Paused)
@@ -63,26 +79,40 @@ def test_peers_rest_as_their_hours_turn_and_as_they_are_told(swarm: Campaign) ->
     steps = {event.inner_steps for event in swarm.events("by night", Progress, rested_at)}
     assert len(steps) <= 1, steps
     assert not any(e.contributors > 2 for e in swarm.events("always", RoundCommitted, rested_at + 2.0))
+    rest_for_the_owner(swarm, "always", game)
     pause_and_resume(swarm, swarm.folder / "always")
     children = [child for child in swarm.running() if child.name != "seed"]
     assert {end.reason for end in swarm.leave_together(*children)} == {"stopped"}
     assert len(swarm.events("by night", PeerFinished)) == 1
 
 
+def rest_for_the_owner(swarm: Campaign, name: str, game: Path) -> None:
+    """While a program that was named runs, and a little longer."""
+    began_at = time.time()
+    with Strangers() as strangers:
+        strangers.start(str(game), "600")
+        assert swarm.wait_for(name, Paused, since=began_at).reason == PROGRAMS
+    goes_on = swarm.wait_for(name, Resumed, since=began_at)
+    assert goes_on.paused_s > 4.0
+    (warned,) = [one.text for one in swarm.events(name, Warned) if "input" in one.text]
+    assert warned.startswith("no rest while input: logind does not tell")
+
+
 def pause_and_resume(swarm: Campaign, folder: Path) -> None:
     """Told twice it rests once; a pause outlives the process, and says so."""
     name = folder.name
+    began_at = time.time()
     told = partial(subprocess.run, check=True, capture_output=True, text=True, env=os.environ | environment())
     for _ in range(2):
         assert "rests from its next inner step on (process " in told(console("pause", str(folder))).stdout
-    rests = swarm.wait_for(name, Paused)
+    rests = swarm.wait_for(name, Paused, since=began_at)
     assert rests.reason == "paused by hand"
     assert swarm.events(name, CheckpointSaved), "it may be switched off now"
     steps = swarm.events(name, Progress)[-1].inner_steps
     told(console("resume", str(folder)))
-    goes_on = swarm.wait_for(name, Resumed)
+    goes_on = swarm.wait_for(name, Resumed, since=rests.at)
     assert [one.inner_steps for one in swarm.events(name, Progress) if one.at < goes_on.at][-1] == steps
-    assert len(swarm.events(name, Paused)) == 1
+    assert len(swarm.events(name, Paused, began_at)) == 1
     swarm.wait_until("trains on", lambda: swarm.events(name, Progress)[-1].inner_steps > steps)
     told(console("pause", str(folder)))
     swarm.wait_for(name, Paused, since=goes_on.at)

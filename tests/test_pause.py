@@ -136,20 +136,22 @@ def test_resting_says_so_and_its_time_is_in_no_figure() -> None:
         await asyncio.sleep(0)
         (trainer,) = world.trainers
         trainer.step()
-        reasons = chain(["paused by hand"] * 4, repeat(""))
+        reasons = chain(["paused by hand"] * 3, ["its owner is using the GPU"] * 2, repeat(""))
         trainer.sync.rest(lambda: next(reasons), beat_s=0.02)
         said = [event for event in trainer.events if isinstance(event, Paused | Resumed)]
-        assert [type(event) for event in said] == [Paused, Resumed]
+        assert [type(event) for event in said] == [Paused, Paused, Resumed]
         assert isinstance(said[0], Paused)
         assert said[0].reason == "paused by hand"
-        assert isinstance(said[1], Resumed)
-        assert said[1].paused_s >= 0.04
+        assert isinstance(said[1], Paused)
+        assert said[1].reason == "its owner is using the GPU"
+        assert isinstance(said[2], Resumed)
+        assert said[2].paused_s >= 0.04
         phases = [event.phase for event in trainer.events if isinstance(event, Progress)]
         assert phases[-2:] == ["paused", "training"]
         trainer.step()
         trainer.sync.report()
         last = [event for event in trainer.events if isinstance(event, Progress)][-1]
-        assert last.wall_s + 0.04 < said[1].paused_s + last.train_s + last.exposed_s + 0.04 + 0.02
+        assert last.wall_s + 0.04 < said[2].paused_s + last.train_s + last.exposed_s + 0.04 + 0.02
         await world.close()
 
     run_virtual(work())

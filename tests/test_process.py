@@ -282,6 +282,31 @@ def test_a_wish_holds_until_the_hours_turn() -> None:
     assert governor.resting(NIGHT) == ""  # so does this one end
 
 
+def test_while_its_owner_uses_the_machine_it_rests_and_a_wish_comes_first() -> None:
+    using = ""
+    governor = Governor("22:00-07:00", using=lambda: using)
+    assert governor.resting(NIGHT) == ""
+    governor.go_on()  # of no use beforehand
+    assert governor.resting(NIGHT) == ""
+    using = "its owner is using the GPU"
+    assert governor.resting(NIGHT) == using
+    governor.toggle(NIGHT)
+    assert governor.resting(NIGHT) == ""
+    using = ""
+    assert governor.resting(NIGHT) == ""
+    using = "its owner is using the processor"  # a new use
+    assert governor.resting(NIGHT) == using
+    governor.pause()
+    using = ""
+    assert governor.resting(NIGHT) == BY_HAND, "only a person or the hours end it"
+    assert governor.resting(NOON) == "outside its hours (22:00-07:00)"
+    using = "its owner is using the GPU"
+    governor.go_on()
+    assert governor.resting(NOON) == "", "in spite of both"
+    using = ""
+    assert governor.resting(NOON) == ""
+
+
 def test_a_wish_from_another_process_is_news_once_however_often_it_is_written(tmp_path: Path) -> None:
     ours, theirs = WishFile(tmp_path), WishFile(tmp_path)
     governor = Governor("22:00-07:00", ours.news)

@@ -87,7 +87,7 @@ STATUSES = [
     ("a traceback", "A fault of this program: please report it."),
 ]
 HTTP_API = """Each peer's board and `p2p-co2 board TICKET` answer these. All are read-only: nothing that is
-sent reaches a peer.
+sent reaches a peer. Only the button of a peer's own page does, with a token of that page.
 
 On loopback no token is needed. Elsewhere give the token that was printed, as `?token=...` or in the header
 `Authorization: Bearer ...`.

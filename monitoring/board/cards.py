@@ -14,7 +14,7 @@ from nicegui import ui
 from monitoring.board.shell import Frame, Tiles, Told, block, card, text
 from monitoring.facts import SILENT_AFTER_S, PeerFacts, RunState, SwarmFacts
 from monitoring.machine import GpuFacts, MachineFacts, ask_nvidia, read_machine
-from monitoring.words import clock, figure, of_fragment, percent, plain, size
+from monitoring.words import clock, figure, of_fragment, percent, plain, size, to_owner
 
 _NOT_HEARD = "it is still joining, and has said nothing of itself yet"
 _TONES = {RunState.HEALTHY: "good", RunState.ALONE: "odd", RunState.DEGRADED: "odd", RunState.LOST: "bad",
@@ -22,13 +22,24 @@ _TONES = {RunState.HEALTHY: "good", RunState.ALONE: "odd", RunState.DEGRADED: "o
 """Of the run's state; the word itself says it too."""
 
 
-class OwnCard:
-    """What the reader's own peer does and has given."""
+_WISH = """(click) => fetch(
+  `/wish?wish=${encodeURIComponent(click.target.textContent.toLowerCase())}`,
+  {method: "POST", headers: {"X-Token": "TOKEN"}}
+).then(async answer => answer.ok || alert(await answer.text()))"""
+"""The button's word is the wish."""
 
-    def __init__(self, facts: SwarmFacts) -> None:
+
+class OwnCard:
+    """What the reader's own peer does and has given. ``wish_token``: of a page that may pause it."""
+
+    def __init__(self, facts: SwarmFacts, wish_token: str = "") -> None:
         with block("b-card", "section").props("data-testid=you"):
             with block("b-head"):
                 self._title = text("b-title", tag="h2")
+                block("b-grow")
+                self._wish = text("b-button", test_id="wish", tag="button")
+                self._wish.on("click", js_handler=_WISH.replace("TOKEN", wish_token))
+                self._wish.visible = bool(wish_token)
             self._tiles = Tiles(own_told(facts))
         self.set(facts)
 
@@ -36,6 +47,7 @@ class OwnCard:
         peer = facts.own
         name = plain(peer.label, 40) if peer is not None else f"~{facts.me[-6:]}"
         self._title.text = f"You: {name}"
+        self._wish.text = "Go on" if peer is not None and peer.state == "paused" else "Pause"
         self._tiles.set(own_told(facts))
 
 
@@ -55,7 +67,7 @@ def own_told(facts: SwarmFacts) -> Told:
             who = "alone" if last.outcome == "alone" else f"{last.contributors} in the mean"
             ago = clock(max(0.0, facts.at - last.at))
             round_ = (figure(last.round), "", f"{what}, {ago} ago, {who}")
-        why = plain(peer.reason, 90) or held or f"on {plain(peer.device, 16)}"
+        why = plain(to_owner(peer.reason), 90) or held or f"on {plain(peer.device, 16)}"
         told = [
             (plain(peer.state, 16).capitalize(), "", why),
             (percent(peer.share_counted), "", of),

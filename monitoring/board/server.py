@@ -4,7 +4,8 @@ one application per process.
 Security: bound to loopback unless told otherwise, and then nothing is answered without the token. On loopback
 the Host header must name this machine, so that a web site cannot reach the board through a name of its own.
 No request may come from another site's page, beside a link to a page, and no page may be shown in a frame.
-Nothing here takes input that could reach a peer. Law: one tick a second folds what is new whoever looks.
+The only input that reaches a peer is a wish, pause or go on, from the page that it serves itself: a POST with
+the token that stands in that page. Law: one tick a second folds what is new whoever looks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Header, Response
 from fastapi import Path as PathParameter
 from nicegui import ui
 from starlette.requests import HTTPConnection
@@ -45,6 +46,7 @@ from monitoring.metrics import CONTENT_TYPE, FactsCollector, exposition
 from monitoring.model import Model, Recorder
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.system.governor import Wish, wish_in
 from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry.feed import Feed
 from p2p_co2.telemetry.journal import read_events
@@ -201,6 +203,18 @@ def make_app(model: Model, recorder: Recorder) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(exposition(collector), media_type=CONTENT_TYPE)
+
+    if (folder := model.feed.folder) is not None:
+
+        @app.post("/wish")
+        async def wish(wish: Wish, x_token: Annotated[str, Header()] = "") -> Response:
+            if not hmac.compare_digest(x_token.encode(), model.wish_token.encode()):
+                return PlainTextResponse("the page is an old one; load it again", 403)
+            try:
+                await asyncio.to_thread(wish_in, folder, wish)
+            except EnvironmentFault as fault:
+                return PlainTextResponse(str(fault), 500)
+            return Response(status_code=204)
 
     for place, make in _PAGES.items():
         ui.page(place, title=f"{dict(PAGES)[place]} · p2p-co2")(partial(Frame, model, recorder, place, make))

@@ -16,7 +16,7 @@ from p2p_co2.config import STAGES
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.peer_options import peer_config
 from p2p_co2.system.folders import data_home, peer_folder, peer_folders
-from p2p_co2.system.governor import Wish, WishFile
+from p2p_co2.system.governor import Wish, wish_in
 from p2p_co2.system.process import holder_of, is_kept
 from p2p_co2.ticket import TICKET_VARIABLE, Ticket, read_ticket
 
@@ -140,9 +140,7 @@ def resume(folder: PeerFolder = None, everyone: Everyone = False) -> None:
 
 def _wish(wish: Wish, named: Path | None, everyone: bool, words: str) -> None:
     for folder in _peers_here(named, everyone):
-        for place in (folder, folder / "tied"):  # of a stage with two groups
-            if place.is_dir():
-                WishFile(place).write(wish)
+        wish_in(folder, wish)
         who = f"process {holder_of(folder)}" if is_kept(folder) else "no process runs there now"
         if LOUDNESS.get() is not Loudness.QUIET:
             print(f"the peer in {folder} {words} ({who})")

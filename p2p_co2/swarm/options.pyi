@@ -68,3 +68,9 @@ class Options(TypedDict, total=False):
     "CPU threads for training; 0 for the number of cores."
     hours: str | None
     "Train only then, local time: 22:00-07:00, or several with commas."
+    rest_while: str | None
+    "Rest while you use these: gpu, input, load; with commas."
+    rest_for: str | None
+    "Rest while programs of these names run: blender,steam."
+    idle_for: float | str | None
+    "Go on when none of that was in use for so long: 90s, 5m, 1h."

@@ -69,24 +69,24 @@ def _of_amd(root: Path) -> Iterator[Gpus]:
 
 def _cards(root: Path, maker: Maker) -> Iterator[Path]:
     for card in (root / "sys" / "bus" / "pci" / "devices").glob("*"):
-        if _text(card / "vendor") == maker and _text(card / "class").startswith(DISPLAY_CLASS):
+        if text_of(card / "vendor") == maker and text_of(card / "class").startswith(DISPLAY_CLASS):
             yield card
 
 
 def _names(folder: Path) -> Iterator[str]:
     for card in sorted(folder.glob("*")):
-        for line in _text(card / "information").splitlines():
+        for line in text_of(card / "information").splitlines():
             key, _, name = line.partition(":")
             if key == "Model" and name.strip().isprintable():
                 yield name.strip()
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     with suppress(OSError):  # not there, or not ours to read
         return path.read_text(encoding="utf-8", errors="replace").strip()
     return ""
 
 
 def _number(path: Path) -> int:
-    text = _text(path)
+    text = text_of(path)
     return int(text) if text.isdecimal() else 0

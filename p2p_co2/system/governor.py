@@ -1,9 +1,10 @@
 """When this peer works and when it rests: the hours its owner gave it, and the owner's last word.
 
-A machine without a clock: the minute of the local day is handed in. Without hours it works. A wish (pause, go
-on) overrides the hours until they next open or close; where there are none it counts for ever. A wish may
-come from a signal handler or another thread: it is one assignment. Or it comes from another process,
-``p2p-co2 pause``, by a file in the peer's folder (``WishFile``)."""
+A machine without a clock: the minute of the local day is handed in. Without hours it works, but while its
+owner uses the machine (``Owner``). A wish (pause, go on) overrides the hours until they next open or close;
+where there are none it counts for ever. To go on overrides what the owner uses now, until that is over. A
+wish may come from a signal handler or another thread. Or it comes from another process,
+``p2p-co2 pause`` or the peer's own page, by a file in the peer's folder (``WishFile``)."""
 
 from __future__ import annotations
 
@@ -80,32 +81,51 @@ class WishFile:
             raise EnvironmentFault(f"cannot write {self._path}: {error.strerror}") from None
 
 
+def wish_in(folder: Path, wish: Wish) -> None:
+    """Have the peer whose ``folder`` it is see it. Raises ``EnvironmentFault``."""
+    for place in (folder, folder / "tied"):  # of a stage with two groups
+        if place.is_dir():
+            WishFile(place).write(wish)
+
+
 class Governor:
     """``hours``: as ``read_hours`` takes them, local time; "" for always. ``news``: what was wished elsewhere
-    since it was asked last."""
+    since it was asked last. ``using``: what the owner uses of the machine, as a reason to rest; "" if
+    nothing."""
 
-    def __init__(self, hours: str = "", news: Callable[[], Wish | None] = lambda: None) -> None:
+    def __init__(
+        self, hours: str = "", news: Callable[[], Wish | None] = lambda: None,
+        using: Callable[[], str] = lambda: "",
+    ) -> None:  # fmt: skip
         self._hours = hours
         self._spans = read_hours(hours)
         self._news = news
+        self._using = using
         self._wish: bool | None = None
         """What a person wants, True to rest; None to follow the hours."""
+        self._is_let = False
+        """To work in spite of what the owner uses now."""
         self._was_open: bool | None = None
 
     def pause(self) -> None:
         self._wish = True
 
     def go_on(self) -> None:
+        self._is_let = True
         self._wish = False
 
     def resting(self, minute: int) -> str:
         """Why to rest at ``minute`` of the local day; "" to work."""
         if (wished := self._news()) is not None:
-            self._wish = wished is Wish.PAUSE
+            (self.pause if wished is Wish.PAUSE else self.go_on)()
         is_open = not self._spans or any((minute - start) % _DAY < minutes for start, minutes in self._spans)
         if self._was_open is not None and is_open != self._was_open:
             self._wish = None
         self._was_open = is_open
-        if self._wish is None:
-            return "" if is_open else f"outside its hours ({self._hours})"
-        return BY_HAND if self._wish else ""
+        using = self._using()
+        self._is_let = self._is_let and bool(using)
+        if self._wish:
+            return BY_HAND
+        if self._wish is None and not is_open:
+            return f"outside its hours ({self._hours})"
+        return "" if self._is_let else using

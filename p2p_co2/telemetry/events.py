@@ -311,7 +311,8 @@ class Warned(Event):
 
 
 class Paused(Event):
-    """This peer rests: it keeps its place, trains nothing and fetches nothing."""
+    """This peer rests: it keeps its place, trains nothing and fetches nothing. Again, if the ``reason``
+    changes meanwhile."""
 
     reason: str
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from p2p_co2.config import RunConfig
 from p2p_co2.telemetry.events import Event
@@ -54,6 +55,8 @@ class Feed:
     state: FeedState = FeedState()
     is_whole: bool = False
     me: str = ""
+    folder: Path | None = None
+    """Of that peer, if it runs on this machine and its own board reads this."""
 
     def take(self) -> News:
         """Everything new; called once or twice a second."""

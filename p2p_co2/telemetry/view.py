@@ -128,8 +128,9 @@ class LinkView:
 class PeerRecord:
     """One peer, by its own events. ``start``, ``progress``, ``pipeline``, ``end``: newest of this process; a
     figure that is no number is as before. ``earlier``: counters of its earlier processes that ``progress``
-    does not hold. ``loading``: the agreed state on its way, None if there is none. ``sent``, ``arrived``:
-    newest by fragment. ``recent_sends``: (at, why skipped, "" if not); ``recent_bytes``: (at, up, down).
+    does not hold. ``loading``: the agreed state on its way, None if there is none. ``paused``: why it
+    rests, "" if it does not. ``sent``, ``arrived``: newest by fragment. ``recent_sends``: (at, why skipped,
+    "" if not); ``recent_bytes``: (at, up, down).
     ``seen_left``: (at, reason) by the peer that said so; nothing else in here is the word of others."""
 
     peer: str
@@ -139,6 +140,7 @@ class PeerRecord:
     progress: ev.Progress = _NO_PROGRESS
     pipeline: ev.StageProgress | None = None
     loading: ev.StateLoading | None = None
+    paused: str = ""
     end: ev.PeerFinished | None = None
     earlier: Counters = field(default_factory=Counters)
     tally: Tally = field(default_factory=Tally)
@@ -261,6 +263,7 @@ class PeerRecord:
         self.start = event
         self.pipeline = None
         self.loading = None
+        self.paused = ""
         self.end = None
         self.recent_bytes.clear()
         for link in self.links.values():
@@ -278,6 +281,8 @@ class PeerRecord:
                 self._link(event.other).measured = event
             case ev.PeerStarted():
                 self._begin(event)
+            case ev.Paused() | ev.Resumed():
+                self.paused = event.reason if isinstance(event, ev.Paused) else ""
             case ev.PeerFinished():
                 self.end = event
                 for other, carrier in event.carriers.items():

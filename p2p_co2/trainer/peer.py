@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
 from p2p_co2.system.governor import BY_HAND, Governor, WishFile
+from p2p_co2.system.owner import Owner
 from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import swarm_digest
@@ -124,12 +125,17 @@ class Peer:
         self._left = False
         self._stepping = Stepping()
         self._signals = Asked(self.stop, signal.SIGTERM)
-        self._governor = Governor(plan.config.limits.hours, WishFile(plan.config.folder).news)
+        limits = plan.config.limits
+        self._owner = Owner(limits.rest_while, limits.rest_for, limits.idle_for_s)
+        self._governor = Governor(limits.hours, WishFile(plan.config.folder).news, self._owner.using)
         self._sync.take_outcomes()  # the first step starts from what catching up brought
         self._sync.report()
         self.rates.set(self._sync.position, self._sync.account.peers)
         if self._governor.resting(_minute_of_the_day()) == BY_HAND:
             part.warn("this peer was paused before and rests: p2p-co2 resume lets it go on")
+        for words in self._owner.missing:
+            part.warn(words)
+        self._owner.begin()
 
     @property
     def run(self) -> RunConfig:
@@ -234,7 +240,8 @@ class Peer:
         self._governor.pause()
 
     def go_on(self) -> None:
-        """End a pause, or the rest outside the configured hours until they next turn."""
+        """End a pause, or the rest outside the configured hours until they next turn, or the rest while the
+        owner uses the machine until that is over."""
         self._governor.go_on()
 
     def _rest(self) -> None:
@@ -340,6 +347,7 @@ class Peer:
         last: dict[str, Any] = {"digest": "", "versions": tuple(self._sync.versions), "carriers": {}}
         reason = reason or ("the run is over" if self.over and not self._sync.stopped else "stopped")
         with self._signals.at_the_end(), ExitStack() as ending:
+            ending.callback(self._owner.close)
             ending.callback(self._save_and_finish, reason, last)
             ending.callback(self._part.close)
             if not self._model.is_changed:

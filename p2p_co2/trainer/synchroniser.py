@@ -308,7 +308,10 @@ class Synchroniser:
         self.activity = Activity.RESTING
         self._report(ev.Paused, reason=why)
         self.report()
-        while reason() and not self.stopped:
+        while (now := reason()) and not self.stopped:
+            if now != why:
+                why = now
+                self._report(ev.Paused, reason=why)
             self.position = self._advance(self._source.now())
             if self.account.is_near_end(self.position):
                 self._report(

@@ -25,6 +25,7 @@ from p2p_co2.config import OWN_LOOP, PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.system.accelerators import Gpus, Maker, gpus_here
 from p2p_co2.system.machine import available_memory_bytes, cpu_quota, field_of
+from p2p_co2.system.owner import Owner
 from p2p_co2.system.process import ARM, OUR_PACKAGES, require_supported_platform
 from peers.doctor.findings import Finding, Grade, MeasuredLink
 
@@ -57,6 +58,9 @@ def look_at_machine(config: PeerConfig, root: Path = Path("/")) -> Iterator[Find
         yield check_gpus(gpus_here(root), config.device, used, torch.measured, built_for())
 
         yield check_kernels(bool(passes.libraries()), passes.kernel is not None)
+    for missing in Owner(config.limits.rest_while).missing:
+        words, _, advice = missing.partition("; ")
+        yield Finding("rest-while", Grade.LIMITED, words, advice)
     yield check_threads(config.limits.threads, len(os.sched_getaffinity(0)), cpu_quota())
     yield check_memory(available_memory_bytes(), BASE_BYTES)
     yield check_disk(config.folder, 200e6)  # a small model's checkpoint, and a journal of some days
