@@ -290,7 +290,7 @@ def test_while_its_owner_uses_the_machine_it_rests_and_a_wish_comes_first() -> N
     assert governor.resting(NIGHT) == ""
     using = "its owner is using the GPU"
     assert governor.resting(NIGHT) == using
-    governor.toggle(NIGHT)
+    governor.go_on()
     assert governor.resting(NIGHT) == ""
     using = ""
     assert governor.resting(NIGHT) == ""
