@@ -47,7 +47,7 @@ class SwarmPage(Page):
 
     def __init__(self, frame: Frame) -> None:
         facts = frame.model.facts()
-        self._you = OwnCard(facts) if facts.me else None
+        self._you = OwnCard(facts, frame.model.feed) if facts.me else None
         self._run = RunCard(facts)
         super().__init__(frame, swarm_told)
         self._shown: tuple[Trouble, ...] | None = None

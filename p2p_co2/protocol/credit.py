@@ -1,0 +1,218 @@
+"""Credit: what a peer gave to a run, counted from certificates, and what another can check of it.
+
+A record is lines of JSON: ``Holder``, then a ``Counted`` for each committed round in which the peer was
+counted, with its certificate. ``export`` signs it; ``open_credit`` checks what another exported.
+
+Laws: a round's tokens count by the share of the model that its fragment is, in the blocks that certificates
+name. So over all peers credits come to what the certificates come to. What counts is what the group counted,
+never what a peer claimed, and an outcome counts once. An export is hostile until checked: its size before it
+is read, a certificate's before it is decompressed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from p2p_co2.config import stage_digest
+from p2p_co2.digest import digest
+from p2p_co2.errors import Offence, RemoteProtocolError
+from p2p_co2.protocol.reports import MAX_REAL, MAX_ROUND, read_decision
+from p2p_co2.wire.identity import Identity, parsed, verify
+from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_MESSAGE_BYTES, MAX_PEER_ID, MAX_STAGES, MAX_STRING
+from p2p_co2.wire.messages_pb2 import Decision, Outcome
+
+CREDIT_CONTEXT = b"p2p-co2 credit"
+MAX_RECORD_BYTES = 4 << 20
+"""Of a record; past it the older half of its rounds is dropped, and lives on in the sums."""
+MAX_EXPORT_BYTES = 2 * MAX_RECORD_BYTES
+"""Its quotation marks are escaped, and the last round may go beyond."""
+MAX_OPENED_BYTES = 256 << 20
+"""All certificates of an export, decompressed."""
+_Kind = TypeVar("_Kind", bound=BaseModel)
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+_Real = Annotated[float, Field(ge=0, le=MAX_REAL, allow_inf_nan=False)]
+_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Holder(_Line):
+    """Whose record it is, and of what. ``run``: the run's digest, ``name``: its name. ``blocks``: of each
+    fragment, as certificates count them."""
+
+    peer: str = Field(max_length=MAX_PEER_ID)
+    run: _Digest
+    name: str = Field(max_length=MAX_STRING)
+    stage: int = Field(ge=0, lt=MAX_STAGES)
+    stages: int = Field(ge=1, le=MAX_STAGES)
+    blocks: tuple[Annotated[int, Field(ge=1, lt=2**32)], ...] = Field(min_length=1, max_length=MAX_FRAGMENTS)
+
+    @property
+    def group(self) -> bytes:
+        """The digest under which the rounds are made."""
+        return stage_digest(bytes.fromhex(self.run), self.stage, self.stages)
+
+    def share(self, fragment: int) -> float:
+        """How much of the model that fragment is, 0 to 1."""
+        return self.blocks[fragment] / sum(self.blocks)
+
+
+class Counted(_Line):
+    """One round. ``tokens``: of the holder in it. ``rounds_so_far``, ``tokens_so_far``: with this one and all
+    before it, since ``since_at``. ``outcome``: its digest, ``certificate``: zlib, in base64. Times are unix
+    seconds."""
+
+    at: _Real
+    fragment: int = Field(ge=0, lt=MAX_FRAGMENTS)
+    round: int = Field(ge=1, le=MAX_ROUND)
+    tokens: _Real
+    rounds_so_far: _Count
+    tokens_so_far: _Real
+    since_at: _Real
+    outcome: _Digest
+    certificate: str = Field(max_length=MAX_MESSAGE_BYTES)
+
+
+class _Export(_Line):
+    record: list[str] = Field(max_length=MAX_EXPORT_BYTES // 256)
+    signature: str = Field(max_length=128)
+
+
+def line_of(kind: type[_Kind], line: str | bytes) -> _Kind:
+    """What one line says. Raises ``RemoteProtocolError``."""
+    try:
+        return kind.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "a line"
+        raise RemoteProtocolError(Offence.UNREADABLE, f"{where}: {first['msg']}"[:200]) from None
+
+
+def counted(holder: Holder, decision: Decision, at: float, last: Counted | None) -> Counted | None:
+    """What a committed round adds after ``last``; None if the holder was not counted in it. The certificate
+    was checked before."""
+    told, _ = read_decision(decision, holder.group, at)
+    tokens = told.weights.get(holder.peer, 0.0) * holder.share(told.fragment)
+    if not tokens:
+        return None
+    packed = zlib.compress(decision.SerializeToString(deterministic=True), 9)
+    return Counted(
+        at=at, fragment=told.fragment, round=told.round, tokens=tokens,
+        rounds_so_far=1 + (last.rounds_so_far if last else 0),
+        tokens_so_far=tokens + (last.tokens_so_far if last else 0.0), since_at=last.since_at if last else at,
+        outcome=digest(decision.outcome).hex(), certificate=base64.b64encode(packed).decode(),
+    )  # fmt: skip
+
+
+def export(record: Sequence[BaseModel], identity: Identity) -> bytes:
+    """The record (``Holder``, then ``Counted``), signed by its holder: what ``open_credit`` checks."""
+    lines = [one.model_dump_json() for one in record]
+    signature = base64.b64encode(identity.sign(CREDIT_CONTEXT, "\n".join(lines).encode())).decode()
+    return _Export(record=lines, signature=signature).model_dump_json(indent=1).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class Credit:
+    """A checked export. ``rounds``, ``tokens``: proven by its certificates; ``witnessed``: rounds and tokens
+    of these that somebody else signed, too, ``witnesses``: who. ``earlier``: rounds and tokens before them,
+    the holder's word. ``unseen``: fragments whose blocks are, since no certificate names them. ``curve``:
+    (at, tokens so far), the times are the holder's word."""
+
+    holder: Holder
+    since_at: float
+    rounds: int
+    tokens: float
+    witnessed: tuple[int, float]
+    witnesses: frozenset[str]
+    earlier: tuple[int, float]
+    unseen: tuple[int, ...]
+    curve: tuple[tuple[float, float], ...]
+
+    @property
+    def all_tokens(self) -> float:
+        return self.earlier[1] + self.tokens
+
+
+def open_credit(data: bytes) -> Credit:
+    """Check what ``export`` made. Raises ``RemoteProtocolError`` if anything in it does not hold."""
+    if len(data) > MAX_EXPORT_BYTES:
+        raise RemoteProtocolError(Offence.TOO_LARGE, f"a credit of {len(data)} bytes")
+    said = line_of(_Export, data)
+    if not said.record:
+        raise RemoteProtocolError(Offence.UNREADABLE, "a credit without a record")
+    holder = line_of(Holder, said.record[0])
+    try:
+        signature = base64.b64decode(said.signature, validate=True)
+        content = "\n".join(said.record).encode()
+    except (binascii.Error, UnicodeEncodeError):
+        raise RemoteProtocolError(Offence.UNREADABLE, "a signature or a text that is none") from None
+    verify(holder.peer, CREDIT_CONTEXT, content, signature)
+    return _summed(holder, [line_of(Counted, line) for line in said.record[1:]])
+
+
+def _summed(holder: Holder, lines: Sequence[Counted]) -> Credit:
+    seen = set[bytes]()
+    fragments = set[int]()
+    witnesses = set[str]()
+    witnessed = list[float]()
+    first = lines[0] if lines else None
+    earlier = (first.rounds_so_far - 1, first.tokens_so_far - first.tokens) if first else (0, 0.0)
+    earlier = (max(0, earlier[0]), max(0.0, earlier[1]))
+    so_far = earlier[1]
+    curve = [(first.since_at, 0.0)] if first else []
+    left_bytes = MAX_OPENED_BYTES
+    for line in lines:
+        decision = _certificate(line, left_bytes)
+        left_bytes -= decision.ByteSize()
+        outcome = digest(decision.outcome)
+        told, signers = read_decision(decision, holder.group, line.at)
+        blocks = max(part.stop_block for part in Outcome.FromString(decision.outcome).parts)
+        is_known = told.fragment < len(holder.blocks) and holder.blocks[told.fragment] == blocks
+        if not is_known or outcome in seen:
+            what = "counted twice" if outcome in seen else "of another model than the record's"
+            raise RemoteProtocolError("wrong credit", f"round {told.round} of {told.fragment} is {what}")
+        tokens = told.weights.get(holder.peer, 0.0) * holder.share(told.fragment)
+        if not tokens or tokens != line.tokens:
+            raise RemoteProtocolError("wrong credit", f"round {told.round} counted {tokens:g} tokens of it")
+        seen.add(outcome)
+        fragments.add(told.fragment)
+        so_far += tokens
+        curve.append((line.at, so_far))
+        if others := signers - {holder.peer}:
+            witnesses |= others
+            witnessed.append(tokens)
+    unseen = tuple(index for index in range(len(holder.blocks)) if index not in fragments)
+    return Credit(
+        holder, first.since_at if first else 0.0, len(lines), so_far - earlier[1],
+        (len(witnessed), sum(witnessed)), frozenset(witnesses), earlier, unseen, tuple(curve),
+    )  # fmt: skip
+
+
+def _certificate(line: Counted, left_bytes: int) -> Decision:
+    try:
+        inflater = zlib.decompressobj()
+        packed = base64.b64decode(line.certificate, validate=True)
+        data = inflater.decompress(packed, max(1, min(left_bytes, MAX_MESSAGE_BYTES)))
+    except (binascii.Error, zlib.error, ValueError):
+        raise RemoteProtocolError(Offence.UNREADABLE, "a certificate that is no zlib in base64") from None
+    if not inflater.eof or inflater.unused_data:
+        raise RemoteProtocolError(Offence.TOO_LARGE, "a certificate, or something behind it")
+    return parsed(Decision, data)
+
+
+def whole_lines(text: bytes) -> Iterator[Counted]:
+    """The rounds of a record's text that can be read: not a line that was torn."""
+    for line in text.split(b"\n"):
+        try:
+            yield line_of(Counted, line)
+        except RemoteProtocolError:
+            continue
