@@ -10,18 +10,21 @@ import zlib
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from monitoring.feeds import RelayedFeed
+from p2p_co2.cli.main import main
 from p2p_co2.config import stage_digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node import credit as files
 from p2p_co2.node.credit import CreditFile, credit_files, last_counted, read_credit
 from p2p_co2.protocol import credit as rules
 from p2p_co2.protocol.credit import Counted, Credit, Holder, export, open_credit
+from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.wire.messages_pb2 import Decision, Outcome
@@ -227,3 +230,48 @@ def test_any_json_is_refused_in_words(value: Any) -> None:
     signed = json.dumps({"record": lines, "signature": signature}).encode()
     with pytest.raises(RemoteProtocolError):
         open_credit(signed)
+
+
+# ---- the command
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Status, output and errors of ``p2p-co2 credit``."""
+    try:
+        status = main(["credit", *map(str, arguments)])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_a_peer_shows_what_it_gave_and_another_checks_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "identity").write_bytes(A.libp2p_bytes())
+    assert "was counted in no round" in said(capsys, tmp_path)[2]
+    taken(tmp_path, decision(1), decision(2), name="<script>&\x1b[2J")
+    status, out, _ = said(capsys, tmp_path, "--picture", tmp_path / "mine.svg")
+    assert status == 0
+    assert "gave 150 tokens in 2 fragment exchanges" in out
+    assert "2 exchanges, 150 tokens, are signed by others, too: 2 peers" in out
+    drawn = (tmp_path / "mine.svg").read_text(encoding="utf-8")
+    assert "150 tokens for the run <script>&?[2J" in "".join(ElementTree.fromstring(drawn).itertext())
+    exported = tmp_path / "credit.json"
+    exported.write_text(said(capsys, tmp_path, "--json")[1], encoding="utf-8")
+    status, out, _ = said(capsys, "--check", exported)
+    assert status == 0
+    assert "\x1b" not in out
+    assert "counted 150 tokens of it in 2 exchanges" in out
+    for words in ("that the signers are different", f"which run {RUN.hex()} is", "how large fragments 1 are"):
+        assert f"not proven: {words}" in out
+    seed = f"/ip4/127.0.0.1/tcp/1/p2p/{B.peer_id}"
+    mine, other = (str(Ticket(run, B.peer_id, (seed,))) for run in (RUN, bytes(32)))
+    assert "the run is that of the ticket" in said(capsys, "--check", exported, "--ticket", mine)[1]
+    status, out, err = said(capsys, "--check", exported, "--ticket", other)
+    assert (status, out) == (2, "")
+    assert "of another run" in err
+    exported.write_text(exported.read_text(encoding="utf-8").replace("tokens_so_far", "tokens_so_fat", 1))
+    status, out, err = said(capsys, "--check", exported)
+    assert (status, out) == (2, "")
+    assert "does not hold: wrong signature" in err
