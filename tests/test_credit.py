@@ -177,9 +177,9 @@ def test_an_export_that_says_more_than_its_certificates_is_refused(tmp_path: Pat
     unsigned = decision(3, signers=[C])
     packed = base64.b64encode(zlib.compress(unsigned.SerializeToString())).decode()
     for wrong, why in (
-        ((head, [one, one]), "twice"),
-        ((head, [one.model_copy(update={"tokens": 76.0})]), "counted 75"),
-        ((head.model_copy(update={"blocks": (31, 10)}), [one]), "another model"),
+        ((head, [one, one]), "wrong credit: round 1"),
+        ((head, [one.model_copy(update={"tokens": 76.0})]), "wrong credit: round 1"),
+        ((head.model_copy(update={"blocks": (31, 10)}), [one]), "wrong credit: round 1"),
         ((head.model_copy(update={"blocks": ()}), [one]), "blocks"),
         ((head.model_copy(update={"run": "00" * 32}), [one]), "wrong run"),
         ((head.model_copy(update={"peer": B.peer_id}), [one]), "wrong signature"),
@@ -226,7 +226,7 @@ def test_any_json_is_refused_in_words(value: Any) -> None:
     with pytest.raises(RemoteProtocolError):
         open_credit(json.dumps(value).encode())
     lines = [json.dumps(value), json.dumps(value)]
-    signature = base64.b64encode(A.sign(rules.CREDIT_CONTEXT, "\n".join(lines).encode())).decode()
+    signature = A.sign(rules.CREDIT_CONTEXT, "\n".join(lines).encode()).hex()
     signed = json.dumps({"record": lines, "signature": signature}).encode()
     with pytest.raises(RemoteProtocolError):
         open_credit(signed)
@@ -254,7 +254,7 @@ def test_a_peer_shows_what_it_gave_and_another_checks_it(
     status, out, _ = said(capsys, tmp_path, "--picture", tmp_path / "mine.svg")
     assert status == 0
     assert "gave 150 tokens in 2 fragment exchanges" in out
-    assert "2 exchanges, 150 tokens, are signed by others, too: 2 peers" in out
+    assert "2 exchanges, 150 tokens, are signed by 2 others, too" in out
     drawn = (tmp_path / "mine.svg").read_text(encoding="utf-8")
     assert "150 tokens for the run <script>&?[2J" in "".join(ElementTree.fromstring(drawn).itertext())
     exported = tmp_path / "credit.json"
@@ -262,16 +262,18 @@ def test_a_peer_shows_what_it_gave_and_another_checks_it(
     status, out, _ = said(capsys, "--check", exported)
     assert status == 0
     assert "\x1b" not in out
+    assert "claims 150 tokens" in out
+    assert f"others that signed: {B.peer_id}, {C.peer_id}" in out
     assert "counted 150 tokens of it in 2 exchanges" in out
     for words in ("that the signers are different", f"which run {RUN.hex()} is", "how large fragments 1 are"):
         assert f"not proven: {words}" in out
     seed = f"/ip4/127.0.0.1/tcp/1/p2p/{B.peer_id}"
     mine, other = (str(Ticket(run, B.peer_id, (seed,))) for run in (RUN, bytes(32)))
-    assert "the run is that of the ticket" in said(capsys, "--check", exported, "--ticket", mine)[1]
+    assert "proven: the run is that of the ticket" in said(capsys, "--check", exported, "--ticket", mine)[1]
     status, out, err = said(capsys, "--check", exported, "--ticket", other)
     assert (status, out) == (2, "")
     assert "of another run" in err
     exported.write_text(exported.read_text(encoding="utf-8").replace("tokens_so_far", "tokens_so_fat", 1))
     status, out, err = said(capsys, "--check", exported)
     assert (status, out) == (2, "")
-    assert "does not hold: wrong signature" in err
+    assert "proves nothing: wrong signature" in err

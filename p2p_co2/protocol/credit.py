@@ -83,8 +83,8 @@ class Counted(_Line):
 
 
 class _Export(_Line):
-    record: list[str] = Field(max_length=MAX_EXPORT_BYTES // 256)
-    signature: str = Field(max_length=128)
+    record: list[str] = Field(min_length=2, max_length=MAX_EXPORT_BYTES // 256)
+    signature: str = Field(pattern="^[0-9a-f]{128}$")
 
 
 def line_of(kind: type[_Kind], line: str | bytes) -> _Kind:
@@ -116,19 +116,18 @@ def counted(holder: Holder, decision: Decision, at: float, last: Counted | None)
 def export(record: Sequence[BaseModel], identity: Identity) -> bytes:
     """The record (``Holder``, then ``Counted``), signed by its holder: what ``open_credit`` checks."""
     lines = [one.model_dump_json() for one in record]
-    signature = base64.b64encode(identity.sign(CREDIT_CONTEXT, "\n".join(lines).encode())).decode()
+    signature = identity.sign(CREDIT_CONTEXT, "\n".join(lines).encode()).hex()
     return _Export(record=lines, signature=signature).model_dump_json(indent=1).encode() + b"\n"
 
 
 @dataclass(frozen=True)
 class Credit:
     """A checked export. ``rounds``, ``tokens``: proven by its certificates; ``witnessed``: rounds and tokens
-    of these that somebody else signed, too, ``witnesses``: who. ``earlier``: rounds and tokens before them,
-    the holder's word. ``unseen``: fragments whose blocks are, since no certificate names them. ``curve``:
-    (at, tokens so far), the times are the holder's word."""
+    of these that ``witnesses`` signed, too. ``earlier``: rounds and tokens before them, and ``unseen``: the
+    fragments whose blocks no certificate names, are the holder's word. So are the times in ``curve``: (unix
+    seconds, tokens so far)."""
 
     holder: Holder
-    since_at: float
     rounds: int
     tokens: float
     witnessed: tuple[int, float]
@@ -147,53 +146,37 @@ def open_credit(data: bytes) -> Credit:
     if len(data) > MAX_EXPORT_BYTES:
         raise RemoteProtocolError(Offence.TOO_LARGE, f"a credit of {len(data)} bytes")
     said = line_of(_Export, data)
-    if not said.record:
-        raise RemoteProtocolError(Offence.UNREADABLE, "a credit without a record")
     holder = line_of(Holder, said.record[0])
-    try:
-        signature = base64.b64decode(said.signature, validate=True)
-        content = "\n".join(said.record).encode()
-    except (binascii.Error, UnicodeEncodeError):
-        raise RemoteProtocolError(Offence.UNREADABLE, "a signature or a text that is none") from None
-    verify(holder.peer, CREDIT_CONTEXT, content, signature)
-    return _summed(holder, [line_of(Counted, line) for line in said.record[1:]])
-
-
-def _summed(holder: Holder, lines: Sequence[Counted]) -> Credit:
-    seen = set[bytes]()
-    fragments = set[int]()
-    witnesses = set[str]()
+    verify(holder.peer, CREDIT_CONTEXT, "\n".join(said.record).encode(), bytes.fromhex(said.signature))
+    lines = [line_of(Counted, line) for line in said.record[1:]]
+    first = lines[0]
+    earlier = max(0, first.rounds_so_far - 1), max(0.0, first.tokens_so_far - first.tokens)
+    curve = [(first.since_at, 0.0)]
+    tokens = 0.0
     witnessed = list[float]()
-    first = lines[0] if lines else None
-    earlier = (first.rounds_so_far - 1, first.tokens_so_far - first.tokens) if first else (0, 0.0)
-    earlier = (max(0, earlier[0]), max(0.0, earlier[1]))
-    so_far = earlier[1]
-    curve = [(first.since_at, 0.0)] if first else []
+    witnesses = set[str]()
+    seen = dict[bytes, int]()
     left_bytes = MAX_OPENED_BYTES
     for line in lines:
         decision = _certificate(line, left_bytes)
         left_bytes -= decision.ByteSize()
-        outcome = digest(decision.outcome)
         told, signers = read_decision(decision, holder.group, line.at)
         blocks = max(part.stop_block for part in Outcome.FromString(decision.outcome).parts)
-        is_known = told.fragment < len(holder.blocks) and holder.blocks[told.fragment] == blocks
-        if not is_known or outcome in seen:
-            what = "counted twice" if outcome in seen else "of another model than the record's"
-            raise RemoteProtocolError("wrong credit", f"round {told.round} of {told.fragment} is {what}")
-        tokens = told.weights.get(holder.peer, 0.0) * holder.share(told.fragment)
-        if not tokens or tokens != line.tokens:
-            raise RemoteProtocolError("wrong credit", f"round {told.round} counted {tokens:g} tokens of it")
-        seen.add(outcome)
-        fragments.add(told.fragment)
-        so_far += tokens
-        curve.append((line.at, so_far))
+        outcome = digest(decision.outcome)
+        of_model = holder.blocks[told.fragment : told.fragment + 1]
+        counted_tokens = told.weights.get(holder.peer, 0.0) * holder.share(told.fragment) if of_model else 0.0
+        if outcome in seen or of_model != (blocks,) or not counted_tokens == line.tokens > 0:
+            raise RemoteProtocolError("wrong credit", f"round {told.round} of fragment {told.fragment}")
+        seen[outcome] = told.fragment
+        tokens += counted_tokens
+        curve.append((line.at, earlier[1] + tokens))
         if others := signers - {holder.peer}:
             witnesses |= others
-            witnessed.append(tokens)
-    unseen = tuple(index for index in range(len(holder.blocks)) if index not in fragments)
+            witnessed.append(counted_tokens)
+    unseen = tuple(index for index in range(len(holder.blocks)) if index not in seen.values())
     return Credit(
-        holder, first.since_at if first else 0.0, len(lines), so_far - earlier[1],
-        (len(witnessed), sum(witnessed)), frozenset(witnesses), earlier, unseen, tuple(curve),
+        holder, len(lines), tokens, (len(witnessed), sum(witnessed)), frozenset(witnesses), earlier, unseen,
+        tuple(curve),
     )  # fmt: skip
 
 
