@@ -20,10 +20,9 @@ from monitoring.feeds import RelayedFeed
 from p2p_co2.cli.main import main
 from p2p_co2.config import stage_digest
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.node import credit as files
 from p2p_co2.node.credit import CreditFile, credit_files, last_counted, read_credit
 from p2p_co2.protocol import credit as rules
-from p2p_co2.protocol.credit import Counted, Credit, Holder, export, open_credit
+from p2p_co2.protocol.credit import Credit, CreditLine, Holder, export, open_credit
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
@@ -114,7 +113,7 @@ def test_the_credits_of_all_peers_are_what_the_certificates_say_also_after_all_r
 
 
 def test_the_record_is_bounded_and_the_sums_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_RECORD_BYTES", 16 << 10)
+    monkeypatch.setattr(Holder, "most_bytes", 16 << 10)
     most_bytes = 0
     file = CreditFile(tmp_path, holder(), pytest.fail)
     for number in range(1, 101):
@@ -166,7 +165,7 @@ def test_a_peer_of_a_stage_is_counted_under_the_digest_of_its_stage(tmp_path: Pa
 # ---- lies
 
 
-def lie(head: Holder, lines: list[Counted], who: Identity = A) -> Credit:
+def lie(head: Holder, lines: list[CreditLine], who: Identity = A) -> Credit:
     return open_credit(export([head, *lines], who))
 
 
@@ -195,14 +194,14 @@ def test_an_export_that_says_more_than_its_certificates_is_refused(tmp_path: Pat
     with pytest.raises(RemoteProtocolError, match="wrong signature"):
         lie(stranger, [one], A)
     with pytest.raises(RemoteProtocolError, match="too large"):
-        open_credit(b" " * (rules.MAX_EXPORT_BYTES + 1))
+        open_credit(b" " * (2 * Holder.most_bytes + 1))
 
 
 @given(st.data())
 def test_a_damaged_export_is_refused_or_says_the_same(data: st.DataObject) -> None:
-    lines, last = list[Counted](), None
+    lines, last = list[CreditLine](), None
     for number in (1, 2):
-        last = rules.counted(holder(), decision(number), 1.8e9 + number, last)
+        last = rules.credit_line(holder(), decision(number), 1.8e9 + number, last)
         assert last is not None
         lines.append(last)
     whole = export([holder(), *lines], A)
@@ -254,7 +253,7 @@ def test_a_peer_shows_what_it_gave_and_another_checks_it(
     status, out, _ = said(capsys, tmp_path, "--picture", tmp_path / "mine.svg")
     assert status == 0
     assert "gave 150 tokens in 2 fragment exchanges" in out
-    assert "2 exchanges, 150 tokens, are signed by 2 others, too" in out
+    assert "2 exchanges, 150 tokens, are signed by others, too (2)" in out
     drawn = (tmp_path / "mine.svg").read_text(encoding="utf-8")
     assert "150 tokens for the run <script>&?[2J" in "".join(ElementTree.fromstring(drawn).itertext())
     exported = tmp_path / "credit.json"

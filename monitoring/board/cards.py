@@ -13,14 +13,11 @@ from dataclasses import replace
 from nicegui import ui
 
 from monitoring.board.shell import Frame, Tiles, Told, block, card, text
-from monitoring.facts import SILENT_AFTER_S, PeerFacts, RunState, SwarmFacts
+from monitoring.facts import RECENT_S, SILENT_AFTER_S, PeerFacts, RunState, SwarmFacts
 from monitoring.machine import GpuFacts, MachineFacts, ask_nvidia, read_machine
 from monitoring.words import clock, figure, of_fragment, percent, plain, size
 from p2p_co2.telemetry.feed import Feed
 
-MONTH_S = 30 * 86400.0
-RATE_FROM_S = 600.0
-"""What is sent in less time says nothing of a month."""
 _NOT_HEARD = "it is still joining, and has said nothing of itself yet"
 _TONES = {RunState.HEALTHY: "good", RunState.ALONE: "odd", RunState.DEGRADED: "odd", RunState.LOST: "bad",
           RunState.OVER: "over"}  # fmt: skip
@@ -199,8 +196,8 @@ def machine_told(
     limit = f"no cap; {size(moved[1])} received"
     if cap:
         limit = f"{percent(moved[0] / (cap * max(today_s, 1.0)))} of what {size(cap)}/s lets through"
-    if moved_in_s >= RATE_FROM_S:
-        limit += f"; at this rate {size(sum(moved) / moved_in_s * MONTH_S)} a month both ways"
+    if moved_in_s >= 5 * RECENT_S:  # less says nothing of a month
+        limit += f"; at this rate {size(sum(moved) / moved_in_s * 30 * 86400)} a month both ways"
     celsius = figure(found.celsius)
     sensors = f"{gpus}the warmest sensor" if found.celsius is not None else f"{gpus}no sensor to read"
     return {

@@ -12,7 +12,7 @@ from monitoring.words import figure, plain
 from p2p_co2.cli.volunteer import PeerFolder
 from p2p_co2.errors import ConfigError, RemoteProtocolError
 from p2p_co2.node.credit import credit_files, read_credit
-from p2p_co2.protocol.credit import MAX_EXPORT_BYTES, Credit, export, open_credit
+from p2p_co2.protocol.credit import Credit, Holder, export, open_credit
 from p2p_co2.system.folders import peer_folders
 from p2p_co2.ticket import Ticket, read_ticket
 from p2p_co2.wire.identity import Identity
@@ -39,7 +39,7 @@ def credit(
         raise ConfigError.of_option("--check", "reads FILE alone; leave FOLDER, --json and --picture out")
     else:
         with check.open("rb") as file:
-            found = [_checked(file.read(MAX_EXPORT_BYTES + 1), str(check))]
+            found = [_checked(file.read(2 * Holder.most_bytes + 1), str(check))]
         if ticket and Ticket.parse(read_ticket(ticket)).run.hex() != found[0].holder.run:
             raise ConfigError.of_option("--ticket", f"{check} is of another run, {found[0].holder.run[:12]}")
     for one in found:
@@ -88,7 +88,7 @@ def given_words(credit: Credit, gave: str) -> list[str]:
         f"{gave} {figure(credit.all_tokens)} tokens in {_exchanges(credit)} fragment exchanges, "
         f"{_days(credit)}",
         f"of these {figure(credit.witnessed[0])} exchanges, {figure(credit.witnessed[1])} tokens, are signed "
-        f"by {figure(len(credit.witnesses))} others, too",
+        f"by others, too ({figure(len(credit.witnesses))})",
     ]
 
 
@@ -127,7 +127,7 @@ def drawn(credit: Credit) -> str:
     )
     run = escape(plain(credit.holder.name, 64))
     tokens = figure(credit.all_tokens)
-    signed = f"{figure(credit.witnessed[0])} signed by {figure(len(credit.witnesses))} others, too"
+    signed = f"{figure(credit.witnessed[0])} signed by others, too ({figure(len(credit.witnesses))})"
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 220" role="img"
  font-family="system-ui, sans-serif" font-size="14" fill="#5b6573">
 <title>{tokens} tokens for the run {run}</title>

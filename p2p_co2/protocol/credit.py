@@ -1,6 +1,6 @@
 """Credit: what a peer gave to a run, counted from certificates, and what another can check of it.
 
-A record is lines of JSON: ``Holder``, then a ``Counted`` for each committed round in which the peer was
+A record is lines of JSON: ``Holder``, then a ``CreditLine`` for each committed round in which the peer was
 counted, with its certificate. ``export`` signs it; ``open_credit`` checks what another exported.
 
 Laws: a round's tokens count by the share of the model that its fragment is, in the blocks that certificates
@@ -16,7 +16,7 @@ import binascii
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -29,12 +29,6 @@ from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_MESSAGE_BYTES, MAX_PEER_ID, M
 from p2p_co2.wire.messages_pb2 import Decision, Outcome
 
 CREDIT_CONTEXT = b"p2p-co2 credit"
-MAX_RECORD_BYTES = 4 << 20
-"""Of a record; past it the older half of its rounds is dropped, and lives on in the sums."""
-MAX_EXPORT_BYTES = 2 * MAX_RECORD_BYTES
-"""Its quotation marks are escaped, and the last round may go beyond."""
-MAX_OPENED_BYTES = 256 << 20
-"""All certificates of an export, decompressed."""
 _Kind = TypeVar("_Kind", bound=BaseModel)
 _Count = Annotated[int, Field(ge=0, le=2**53)]
 _Real = Annotated[float, Field(ge=0, le=MAX_REAL, allow_inf_nan=False)]
@@ -48,6 +42,10 @@ class _Line(BaseModel):
 class Holder(_Line):
     """Whose record it is, and of what. ``run``: the run's digest, ``name``: its name. ``blocks``: of each
     fragment, as certificates count them."""
+
+    most_bytes: ClassVar[int] = 4 << 20
+    """Of a record; past it the older half of its rounds is dropped, and lives on in the sums. An export
+    has at most twice as much: its quotation marks are escaped."""
 
     peer: str = Field(max_length=MAX_PEER_ID)
     run: _Digest
@@ -66,7 +64,7 @@ class Holder(_Line):
         return self.blocks[fragment] / sum(self.blocks)
 
 
-class Counted(_Line):
+class CreditLine(_Line):
     """One round. ``tokens``: of the holder in it. ``rounds_so_far``, ``tokens_so_far``: with this one and all
     before it, since ``since_at``. ``outcome``: its digest, ``certificate``: zlib, in base64. Times are unix
     seconds."""
@@ -83,7 +81,7 @@ class Counted(_Line):
 
 
 class _Export(_Line):
-    record: list[str] = Field(min_length=2, max_length=MAX_EXPORT_BYTES // 256)
+    record: list[str] = Field(min_length=2, max_length=1 << 15)
     signature: str = Field(pattern="^[0-9a-f]{128}$")
 
 
@@ -97,7 +95,7 @@ def line_of(kind: type[_Kind], line: str | bytes) -> _Kind:
         raise RemoteProtocolError(Offence.UNREADABLE, f"{where}: {first['msg']}"[:200]) from None
 
 
-def counted(holder: Holder, decision: Decision, at: float, last: Counted | None) -> Counted | None:
+def credit_line(holder: Holder, decision: Decision, at: float, last: CreditLine | None) -> CreditLine | None:
     """What a committed round adds after ``last``; None if the holder was not counted in it. The certificate
     was checked before."""
     told, _ = read_decision(decision, holder.group, at)
@@ -105,7 +103,7 @@ def counted(holder: Holder, decision: Decision, at: float, last: Counted | None)
     if not tokens:
         return None
     packed = zlib.compress(decision.SerializeToString(deterministic=True), 9)
-    return Counted(
+    return CreditLine(
         at=at, fragment=told.fragment, round=told.round, tokens=tokens,
         rounds_so_far=1 + (last.rounds_so_far if last else 0),
         tokens_so_far=tokens + (last.tokens_so_far if last else 0.0), since_at=last.since_at if last else at,
@@ -114,7 +112,7 @@ def counted(holder: Holder, decision: Decision, at: float, last: Counted | None)
 
 
 def export(record: Sequence[BaseModel], identity: Identity) -> bytes:
-    """The record (``Holder``, then ``Counted``), signed by its holder: what ``open_credit`` checks."""
+    """The record (``Holder``, then ``CreditLine``), signed by its holder: what ``open_credit`` checks."""
     lines = [one.model_dump_json() for one in record]
     signature = identity.sign(CREDIT_CONTEXT, "\n".join(lines).encode()).hex()
     return _Export(record=lines, signature=signature).model_dump_json(indent=1).encode() + b"\n"
@@ -143,12 +141,12 @@ class Credit:
 
 def open_credit(data: bytes) -> Credit:
     """Check what ``export`` made. Raises ``RemoteProtocolError`` if anything in it does not hold."""
-    if len(data) > MAX_EXPORT_BYTES:
+    if len(data) > 2 * Holder.most_bytes:
         raise RemoteProtocolError(Offence.TOO_LARGE, f"a credit of {len(data)} bytes")
     said = line_of(_Export, data)
     holder = line_of(Holder, said.record[0])
     verify(holder.peer, CREDIT_CONTEXT, "\n".join(said.record).encode(), bytes.fromhex(said.signature))
-    lines = [line_of(Counted, line) for line in said.record[1:]]
+    lines = [line_of(CreditLine, line) for line in said.record[1:]]
     first = lines[0]
     earlier = max(0, first.rounds_so_far - 1), max(0.0, first.tokens_so_far - first.tokens)
     curve = [(first.since_at, 0.0)]
@@ -156,7 +154,7 @@ def open_credit(data: bytes) -> Credit:
     witnessed = list[float]()
     witnesses = set[str]()
     seen = dict[bytes, int]()
-    left_bytes = MAX_OPENED_BYTES
+    left_bytes = 64 * Holder.most_bytes  # all certificates, decompressed
     for line in lines:
         decision = _certificate(line, left_bytes)
         left_bytes -= decision.ByteSize()
@@ -180,7 +178,7 @@ def open_credit(data: bytes) -> Credit:
     )  # fmt: skip
 
 
-def _certificate(line: Counted, left_bytes: int) -> Decision:
+def _certificate(line: CreditLine, left_bytes: int) -> Decision:
     try:
         inflater = zlib.decompressobj()
         packed = base64.b64decode(line.certificate, validate=True)
@@ -192,10 +190,10 @@ def _certificate(line: Counted, left_bytes: int) -> Decision:
     return parsed(Decision, data)
 
 
-def whole_lines(text: bytes) -> Iterator[Counted]:
+def whole_lines(text: bytes) -> Iterator[CreditLine]:
     """The rounds of a record's text that can be read: not a line that was torn."""
     for line in text.split(b"\n"):
         try:
-            yield line_of(Counted, line)
+            yield line_of(CreditLine, line)
         except RemoteProtocolError:
             continue
