@@ -54,7 +54,8 @@ def own_told(facts: SwarmFacts, in_model: float | None = None) -> Told:
         of = f"of {figure(facts.tokens_counted)} tokens that the group counted"
         rate = f"{figure(peer.tokens_per_s)} per second"
         if in_model is not None:
-            rate = f"{figure(in_model)} are in the model so far; {rate}"
+            known = min(in_model, float(peer.tokens))  # what it says it trained may be a second older
+            rate = f"{figure(known)} are in the model so far; {rate}"
         round_ = ("-", "", "none yet")
         if last is not None:
             what = of_fragment(last.fragment, last.stage if facts.stages else None)

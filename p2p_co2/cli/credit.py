@@ -7,9 +7,10 @@ from html import escape
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from bootstrap.options import says
 from monitoring.words import figure, plain
-from p2p_co2.cli.volunteer import PeerFolder
 from p2p_co2.errors import ConfigError, RemoteProtocolError
 from p2p_co2.node.credit import credit_files, read_credit
 from p2p_co2.protocol.credit import Credit, Holder, export, open_credit
@@ -19,7 +20,10 @@ from p2p_co2.wire.identity import Identity
 
 
 def credit(
-    folder: PeerFolder = None,
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="FOLDER", help="The peer's folder; the only one of yours, if absent."),
+    ] = None,
     as_json: Annotated[bool, says("Print the proof, for --check.", "--json")] = False,
     picture: Annotated[Path | None, says("Draw it, too.", metavar="FILE.svg")] = None,
     check: Annotated[Path | None, says("Check what somebody exported with --json.", metavar="FILE")] = None,
