@@ -17,6 +17,7 @@ from pathlib import Path
 from monitoring.history import TIERS
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, TicketError
+from p2p_co2.node.credit import last_counted
 from p2p_co2.protocol.reports import Poller
 from p2p_co2.system.process import is_kept
 from p2p_co2.system.socket_activation import MAX_ASKED, receive_relayed, send_relayed
@@ -157,6 +158,10 @@ class RelayedFeed(Feed):
 
     def invitation(self) -> str:
         return read_ticket(self.folder) if self.folder is not None else ""
+
+    def tokens_in_model(self) -> float | None:
+        last = last_counted(self._folder) if self._folder is not None else None
+        return last.tokens_so_far if last is not None else None
 
     def close(self) -> None:
         self.gone.set()

@@ -8,6 +8,7 @@ where there is none.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -35,13 +36,17 @@ class GpuFacts:
 @dataclass(frozen=True)
 class MachineFacts:
     """``used_bytes`` of memory: all but what the kernel could give at once. ``peer_bytes``: that the peer's
-    process holds. ``celsius``: of the warmest sensor of processor or board. ``gpus``: empty where none is."""
+    process holds. ``celsius``: of the warmest sensor of processor or board. ``gpus``: empty where none is.
+    ``peer_cpu_s``: processor seconds that the peer's process has had; ``peer_cpu_share``: its share of all
+    cores of late, 0 to 1, which only who looks twice knows."""
 
     total_bytes: float | None = None
     used_bytes: float | None = None
     peer_bytes: float | None = None
     celsius: float | None = None
     gpus: tuple[GpuFacts, ...] = ()
+    peer_cpu_s: float | None = None
+    peer_cpu_share: float | None = None
 
 
 def read_machine(pid: int = 0, root: Path = Path("/")) -> MachineFacts:
@@ -55,7 +60,16 @@ def read_machine(pid: int = 0, root: Path = Path("/")) -> MachineFacts:
         peer_bytes=_kib(proc / str(pid) / "status", "VmRSS") if pid > 0 else None,
         celsius=max(_temperatures(root / "sys"), default=None),
         gpus=tuple(_amd(root / "sys")),
+        peer_cpu_s=_cpu_s(proc / str(pid) / "stat") if pid > 0 else None,
     )
+
+
+def _cpu_s(stat: Path) -> float | None:
+    """User and system time of a process, without its children."""
+    with suppress(OSError, ValueError, IndexError):  # no such process
+        fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return None
 
 
 def _kib(table: Path, name: str) -> float | None:

@@ -170,7 +170,7 @@ class Story:
             "summary": lambda: summary,
             "verdict": lambda: verdict(summary),
             "news": lambda: [words for _, words in news(view, 99)],
-            "own": lambda: own_told(facts),
+            "own": lambda: own_told(facts, 80.0),
             "far": lambda: progress_words(facts),
         }
 

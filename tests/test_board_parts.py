@@ -6,6 +6,8 @@ import json
 import math
 import os
 import socket
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,28 @@ def test_the_machines_card_says_no_gpu_and_holds_the_traffic_against_the_cap() -
     assert told["machine-ram"][1] == "75.0 %"
     assert told["machine-gpu"][1] == "50.0 %"
     assert told["machine-heat"][1:] == ("61", "°C", "GPU 70 °C; the warmest sensor")
+    assert told["machine-cpu"][1] == "-"
+    assert (
+        machine_told(replace(found, peer_cpu_share=0.25), (0.0, 0.0), 1.0, None)["machine-cpu"][1] == "25.0 %"
+    )
+
+
+def test_a_months_traffic_is_told_once_the_rate_says_something() -> None:
+    """A day and a half of 10 kB/s, both ways together; and a minute of it."""
+    told = machine_told(MachineFacts(), (9e6, 1e6), 5000.0, None, 1000.0)
+    assert "at this rate 25.9 GB a month both ways" in told["machine-traffic"][3]
+    assert "month" not in machine_told(MachineFacts(), (9e6, 1e6), 60.0, None, 60.0)["machine-traffic"][3]
+
+
+def test_the_processor_time_of_a_process_is_read() -> None:
+    before = read_machine(os.getpid()).peer_cpu_s
+    assert before is not None
+    while time.process_time() < before + 0.1:
+        pass
+    after = read_machine(os.getpid()).peer_cpu_s
+    assert after is not None
+    assert after > before
+    assert read_machine(2**22 + 1).peer_cpu_s is None
 
 
 def test_what_a_peer_sent_is_summed_over_all_tiers() -> None:

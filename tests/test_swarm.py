@@ -3,10 +3,12 @@ that are hurt are in ``test_faults``, late joiners among them."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 
 from bootstrap.local_swarm import Child, LocalSwarm, environment
 from p2p_co2.config import ClockConfig, RunConfig, write_toml
+from p2p_co2.node.credit import credit_files, last_counted, read_credit
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.system.process import program
 from p2p_co2.telemetry.events import (
@@ -30,6 +33,7 @@ from p2p_co2.telemetry.events import (
 )
 from p2p_co2.telemetry.journal import read_events
 from p2p_co2.ticket import Ticket
+from p2p_co2.wire.messages_pb2 import Decision, Outcome
 from tests import campaign
 from tests.campaign import Campaign
 
@@ -109,6 +113,25 @@ def test_two_peers_agree_over_each_carrier(tmp_path: Path) -> None:
             assert losses[-1] < losses[0]
             assert max(event.contributors for event in swarm.events("one", RoundCommitted)) == 2
             assert list((swarm.folder / "one" / "checkpoint").glob("state-*/manifest.json"))
+            credits_are_what_certificates_say(swarm.folder / "one", swarm.folder / "two")
+
+
+def credits_are_what_certificates_say(*folders: Path) -> None:
+    """What each peer says it gave is what the commits that any of them keeps come to."""
+    records = [read_credit(*credit_files(folder)) for folder in folders]
+    blocks = records[0][0].blocks
+    by_peer = dict[str, float]()
+    for certificate in {line.outcome: line.certificate for _, lines in records for line in lines}.values():
+        decision = Decision.FromString(zlib.decompress(base64.b64decode(certificate)))
+        outcome = Outcome.FromString(decision.outcome)
+        for part in outcome.parts:
+            share = (part.stop_block - part.start_block) / sum(blocks)
+            for one in part.contributors:
+                by_peer[one.peer] = by_peer.get(one.peer, 0.0) + one.weight * share
+    assert len(by_peer) == len(folders)
+    for head, lines in records:
+        assert lines[-1].tokens_so_far == pytest.approx(by_peer[head.peer])
+        assert lines[-1].tokens_so_far > 0
 
 
 def test_a_daemon_dies_a_peer_leaves_at_ctrl_c_and_comes_back_and_two_ctrl_cs_end_at_once(
@@ -152,8 +175,12 @@ def leave_and_resume(swarm: Campaign, two: Child) -> None:
     begins = swarm.events("two", PeerStarted)[-1]
     assert begins.inner_steps >= steps
     told = f"checkpoint: step {begins.inner_steps}, round {begins.position:.2f}"
+    counted = last_counted(swarm.folder / "two")
     assert f"resumed from {begins.resumed_from.removesuffix('checkpoint')}{told}" in again.last_lines(100)
     swarm.wait_until("a round of both", lambda: contributors(swarm, "two", since=left.at) == 2)
+    assert counted is not None
+    rounds = counted.rounds_so_far
+    swarm.wait_until("more", lambda: (last_counted(swarm.folder / "two") or counted).rounds_so_far > rounds)
     assert again.running()
 
 

@@ -6,15 +6,17 @@ A board that belongs to no peer (an observer's, one of journals) has neither the
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from dataclasses import replace
 
 from nicegui import ui
 
 from monitoring.board.shell import Frame, Tiles, Told, block, card, text
-from monitoring.facts import SILENT_AFTER_S, PeerFacts, RunState, SwarmFacts
+from monitoring.facts import RECENT_S, SILENT_AFTER_S, PeerFacts, RunState, SwarmFacts
 from monitoring.machine import GpuFacts, MachineFacts, ask_nvidia, read_machine
 from monitoring.words import clock, figure, of_fragment, percent, plain, size, to_owner
+from p2p_co2.telemetry.feed import Feed
 
 _NOT_HEARD = "it is still joining, and has said nothing of itself yet"
 _TONES = {RunState.HEALTHY: "good", RunState.ALONE: "odd", RunState.DEGRADED: "odd", RunState.LOST: "bad",
@@ -32,7 +34,8 @@ _WISH = """(click) => fetch(
 class OwnCard:
     """What the reader's own peer does and has given. ``wish_token``: of a page that may pause it."""
 
-    def __init__(self, facts: SwarmFacts, wish_token: str = "") -> None:
+    def __init__(self, facts: SwarmFacts, feed: Feed, wish_token: str = "") -> None:
+        self._feed = feed
         with block("b-card", "section").props("data-testid=you"):
             with block("b-head"):
                 self._title = text("b-title", tag="h2")
@@ -48,10 +51,11 @@ class OwnCard:
         name = plain(peer.label, 40) if peer is not None else f"~{facts.me[-6:]}"
         self._title.text = f"You: {name}"
         self._wish.text = "Go on" if peer is not None and peer.state == "paused" else "Pause"
-        self._tiles.set(own_told(facts))
+        self._tiles.set(own_told(facts, self._feed.tokens_in_model()))
 
 
-def own_told(facts: SwarmFacts) -> Told:
+def own_told(facts: SwarmFacts, in_model: float | None = None) -> Told:
+    """``in_model``: tokens that commits counted, since the peer first trained; None if it is not known."""
     peer = facts.own
     last = facts.my_exchange
     if peer is None:
@@ -61,6 +65,9 @@ def own_told(facts: SwarmFacts) -> Told:
         held = "" if peer.stage is None else f"stage {peer.stage} of {len(facts.stages)}"
         of = f"of {figure(facts.tokens_counted)} tokens that the group counted"
         rate = f"{figure(peer.tokens_per_s)} per second"
+        if in_model is not None:
+            known = min(in_model, float(peer.tokens))  # what it says it trained may be a second older
+            rate = f"{figure(known)} are in the model so far; {rate}"
         round_ = ("-", "", "none yet")
         if last is not None:
             what = of_fragment(last.fragment, last.stage if facts.stages else None)
@@ -130,6 +137,8 @@ class MachineCard:
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._nvidia = tuple[GpuFacts, ...]()
+        self._worked: tuple[float, float | None] = 0.0, None
+        """When it was looked last, monotonic, and the processor seconds of the peer by then."""
         with card("This machine", "yours; read only while this page is open").props("data-testid=machine"):
             self._tiles = Tiles(self._told(MachineFacts()))
         ui.timer(SILENT_AFTER_S / 2, self._look)
@@ -137,9 +146,19 @@ class MachineCard:
     async def _look(self) -> None:
         peer = self._frame.model.view.peers.get(self._frame.model.feed.me)
         found = await asyncio.to_thread(read_machine, peer.start.pid if peer is not None else 0)
+        found = self._with_share(found)
         self._show(found)  # a driver may not answer for long
         self._nvidia = await asyncio.to_thread(ask_nvidia)
         self._show(found)
+
+    def _with_share(self, found: MachineFacts) -> MachineFacts:
+        """With the processor time since the last look; of the first look it is not known."""
+        at, worked_s = self._worked
+        self._worked = time.monotonic(), found.peer_cpu_s
+        if worked_s is None or found.peer_cpu_s is None:
+            return found
+        share = (found.peer_cpu_s - worked_s) / max(self._worked[0] - at, 1e-3) / (os.cpu_count() or 1)
+        return replace(found, peer_cpu_share=max(0.0, share))
 
     def _show(self, found: MachineFacts) -> None:
         self._tiles.set(self._told(replace(found, gpus=(*self._nvidia, *found.gpus))))
@@ -152,7 +171,10 @@ class MachineCard:
         moved = self._frame.history.moved(me, began_at)
         peer = self._frame.model.facts().own
         cap = None if peer is None else peer.upload_cap_bytes_per_s
-        return machine_told(found, at_least_told(moved, peer, began_at), today_s, cap)
+        joined_at = peer.joined_at if peer is not None and peer.joined_at is not None else began_at
+        since = max(began_at, min(joined_at, self._frame.history.span()[0] or joined_at))
+        told = at_least_told(moved, peer, began_at)
+        return machine_told(found, told, today_s, cap, time.time() - since)
 
 
 def at_least_told(moved: tuple[float, float], peer: PeerFacts | None, since: float) -> tuple[float, float]:
@@ -163,8 +185,15 @@ def at_least_told(moved: tuple[float, float], peer: PeerFacts | None, since: flo
     return max(moved[0], peer.up_bytes), max(moved[1], peer.down_bytes)
 
 
-def machine_told(found: MachineFacts, moved: tuple[float, float], today_s: float, cap: float | None) -> Told:
-    """``moved``: bytes sent and received today, which began ``today_s`` ago; ``cap``: of sending, bytes/s."""
+def machine_told(
+    found: MachineFacts,
+    moved: tuple[float, float],
+    today_s: float,
+    cap: float | None,
+    moved_in_s: float = 0.0,
+) -> Told:
+    """``moved``: bytes sent and received today, which began ``today_s`` ago, and in ``moved_in_s`` of it;
+    ``cap``: of sending, bytes/s."""
     memory = percent(found.used_bytes / found.total_bytes) if found.used_bytes and found.total_bytes else "-"
     own = f"this peer {size(found.peer_bytes)}; " if found.peer_bytes is not None else ""
     ram = f"{own}{size(found.used_bytes)} of {size(found.total_bytes)} in use"
@@ -180,10 +209,18 @@ def machine_told(found: MachineFacts, moved: tuple[float, float], today_s: float
     limit = f"no cap; {size(moved[1])} received"
     if cap:
         limit = f"{percent(moved[0] / (cap * max(today_s, 1.0)))} of what {size(cap)}/s lets through"
+    if moved_in_s >= 5 * RECENT_S:  # less says nothing of a month
+        limit += f"; at this rate {size(sum(moved) / moved_in_s * 30 * 86400)} a month both ways"
     celsius = figure(found.celsius)
     sensors = f"{gpus}the warmest sensor" if found.celsius is not None else f"{gpus}no sensor to read"
     return {
         "machine-ram": ("Memory", memory, "", ram),
+        "machine-cpu": (
+            "Processor",
+            percent(found.peer_cpu_share),
+            "",
+            f"this peer, of {os.cpu_count()} cores",
+        ),
         "machine-gpu": ("GPU memory", *gpu),
         "machine-heat": ("Temperature", celsius, "°C", sensors),
         "machine-traffic": ("Sent today", size(moved[0]), "", limit),

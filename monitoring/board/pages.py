@@ -47,7 +47,8 @@ class SwarmPage(Page):
 
     def __init__(self, frame: Frame) -> None:
         facts = frame.model.facts()
-        self._you = OwnCard(facts, frame.model.wish_token) if facts.me else None
+        model = frame.model
+        self._you = OwnCard(facts, model.feed, model.wish_token) if facts.me else None
         self._run = RunCard(facts)
         super().__init__(frame, swarm_told)
         self._shown: tuple[Trouble, ...] | None = None

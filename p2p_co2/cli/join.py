@@ -123,6 +123,8 @@ class JoinWatch(ConsoleWatch):
                 f"contributed: {tokens} tokens in {clock(event.at - own.joined_at)}, work in {len(made)} "
                 f"round{'s'[: len(made) != 1]}{share}"
             )
+            if made:
+                lines.append(f"to show it: p2p-co2 credit {self._folder}")
         if event.reason == "the run is over":
             lines.append(f"the model: p2p-co2 model {self._folder / 'checkpoint'} --out DIR")
         elif self._come_back:

@@ -19,6 +19,7 @@ import typer
 from bootstrap.options import says
 from p2p_co2.cli import models, organise, try_out, views, volunteer
 from p2p_co2.cli.command import LINE, LOUDNESS, SETTINGS, Loudness, add
+from p2p_co2.cli.credit import credit
 from p2p_co2.cli.gather import gather
 from p2p_co2.cli.model import model
 from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
@@ -48,6 +49,7 @@ GROUPS: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
         "join": (volunteer.join, "Join a run and train."),
         "pause": (volunteer.pause, "Have a peer of this machine rest."),
         "resume": (volunteer.resume, "Have it go on."),
+        "credit": (credit, "What a peer gave to its run, with the proof."),
     },
     "Look": {
         "status": (views.status, "How a run is, in some lines."),

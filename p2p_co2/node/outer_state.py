@@ -7,6 +7,8 @@ in silence where that offer is not in flight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from p2p_co2.node.state import Effects, PeerState
 from p2p_co2.protocol.catchup.donor import Donor
 from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, Ledger, weights_of
@@ -69,7 +71,7 @@ class Offers:
 
 class LedgerCalls:
     """Carries to the ``ledger`` what ``rounds`` and catching up brought; calls for one fragment are answered
-    in their order."""
+    in their order. ``on_taken`` hears of each committed round that is applied here, replayed or not."""
 
     def __init__(
         self, ledger: Ledger, state: PeerState, rounds: Rounds, donor: Donor, effects: Effects
@@ -79,6 +81,7 @@ class LedgerCalls:
         self._rounds = rounds
         self._donor = donor
         self._do = effects
+        self.on_taken: Callable[[Decision], object] = lambda decision: None
 
     async def take(self, mean: AgreedMean, decision: Decision) -> bool:
         """Apply an agreed mean; False if it does not follow this peer's version."""
@@ -92,6 +95,7 @@ class LedgerCalls:
         group = [PeerId(member.peer) for member in Outcome.FromString(decision.outcome).members]
         if moved := self._state.move(mean.fragment, version, group) and is_here:
             self._donor.history.remember(mean.fragment, mean.round, decision, mean.mean)
+            self.on_taken(decision)
         self._do.pump()
         return moved
 

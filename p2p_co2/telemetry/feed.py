@@ -69,5 +69,9 @@ class Feed:
         """A ticket of the run, "" while none is known. May read a small file."""
         return ""
 
+    def tokens_in_model(self) -> float | None:
+        """Of the reader's own peer, as its record of credit says; None if there is none. May read a file."""
+        return None
+
     def close(self) -> None:
         """Give everything back. May be called twice."""

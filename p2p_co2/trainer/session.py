@@ -26,6 +26,7 @@ import uvloop
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
+from p2p_co2.node.credit import CreditFile
 from p2p_co2.node.environment import Environment, RunGroup
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
@@ -33,6 +34,7 @@ from p2p_co2.node.peer_finder import PositionWriter
 from p2p_co2.node.pipeline_node import PipelineNode
 from p2p_co2.node.reporting import ReportService
 from p2p_co2.node.shell import Shell
+from p2p_co2.protocol.credit import Holder
 from p2p_co2.protocol.pipeline import Place, Sizes
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.system.extras import missing
@@ -373,12 +375,25 @@ class Participation:
             environment = session.environment(self.group)
             agreed = ledger.agreed()
             node = Node(environment, shape, state_bytes, ledger, agreed, self.on_event, model, ledger.past)
-            await session.start(node)
             loop = asyncio.get_running_loop()
+            if session.leads(node):
+                take = self._credit(shape).take
+                node.outer.on_taken = lambda decision: loop.run_in_executor(None, take, decision)
+            await session.start(node)
             self.view = NodeView(node, loop, self.report, lambda: session.failure, session.shells)
             return node
 
         return self.ask(start())
+
+    def _credit(self, shape: PayloadShape) -> CreditFile:
+        """What the peer keeps of the rounds in which its first group counted it."""
+        network = self.network
+        run = network.run
+        holder = Holder(
+            peer=network.identity.peer_id, run=run.digest().hex(), name=run.name,
+            stage=self.group.number or 0, stages=run.pipeline.stages, blocks=shape.blocks,
+        )  # fmt: skip
+        return CreditFile(network.config.folder, holder, self.warn)
 
     def on_event(self, event: ev.Event) -> None:
         """As ``Session.on_event``."""
