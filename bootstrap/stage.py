@@ -136,6 +136,7 @@ def prepare(
     import torch
 
     from p2p_co2.recipes import load_recipe, recipe_digest
+    from p2p_co2.recipes.measured import measured
 
     torch.set_num_threads(1)  # beside busy peers a second thread waits longer than it helps
     if not config.recipe_digest:
@@ -150,7 +151,7 @@ def prepare(
         raise ConfigError(config.recipe, "held_out", problem)
     (folder / "run.toml").write_text(write_toml(config), encoding="utf-8")
     measure = recipe.glance or recipe.held_out
-    return config, measure(recipe.whole_model(config)) if measure else None
+    return config, measured(measure(recipe.whole_model(config)))[0] if measure else None
 
 
 def _own_data(text: Path | None) -> dict[str, str]:
@@ -265,6 +266,7 @@ class Stage:
         """Once all have left: put the journals together, measure a copy of a checkpoint and have the watch
         tell of it. ``prompt``: what to generate from, and how many tokens. ``more``: what only the caller
         knows of a ``RunEnd``. Returns why the run was no success, nothing if it was one."""
+        from p2p_co2.recipes.measured import measured
         from p2p_co2.trained import Trained
 
         merge_journals([tail.path for tail in self._tails.values()], self._folder / "events.jsonl")
@@ -274,8 +276,9 @@ class Stage:
         if self._has_checkpoint():
             trained = Trained.load(self._folder / "checkpoint", self._own_recipe, self._data)
             recipe = trained.recipe
-            loss_end = measure(recipe.model) if (measure := recipe.glance or recipe.held_out) else None
-            loss_whole = recipe.held_out(recipe.model) if recipe.held_out and recipe.glance else None
+            if measure := recipe.glance or recipe.held_out:
+                loss_end = measured(measure(recipe.model))[0]
+            loss_whole = trained.held_out_loss() if recipe.held_out and recipe.glance else None
             if recipe.generate and prompt[0]:
                 text = trained.sample(*prompt, self._config.seed)
         end = RunEnd(

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from monitoring.facts import RECENT_S, RoundFacts
+from monitoring.columns import FAST_RATE
+from monitoring.facts import RECENT_S, PeerFacts, RoundFacts
 from monitoring.history import MEASURES, Happening
 from monitoring.words import figure, plain
 from p2p_co2.telemetry.view import SwarmView
@@ -85,6 +86,8 @@ class Palette:
 
 LIGHT = Palette(ink="#1c2430", soft="#5b6573", line="#e3e7ec", panel="#ffffff")
 DARK = Palette(ink="#e6e9ee", soft="#9aa4b2", line="#2c333d", panel="#1a1f27")
+HEAT = ["#d5e8f5", "#2177ad", "#00344f"]
+"""Of a heat map, from little to much, in dark colours the other way round: told apart by lightness alone."""
 
 
 def column(name: str) -> int:
@@ -132,17 +135,21 @@ def loss(
 
 def over_time(
     palette: Palette, rows: Series, lines: Mapping[str, tuple[str, str, float]], *, title: str = "Over time",
-    look: ChartLook = AS_MEASURED, marks: Sequence[Happening] = (),
+    look: ChartLook = AS_MEASURED, marks: Sequence[Happening] = (), is_measured: bool = False,
 ) -> Options:  # fmt: skip
-    """Some measures over time; ``lines``: (measure, colour, factor) by name. Utilisation is from 0 to 100."""
-    ends: Options = {"max": 100, "interval": 25} if "utilisation" in lines else {}
+    """Some measures over time; ``lines``: (measure, colour, factor) by name. Utilisation is from 0 to 100.
+    ``is_measured``: of the agreed parameters, now and then, and of any size."""
+    ends: Options = {"scale": True} if is_measured else {"min": 0}
+    ends |= {"max": 100, "interval": 25} if "utilisation" in lines else {}
     series = [
         one
         for name, (measure, colour, scale) in lines.items()
-        for one in _smoothed(name, _points(rows, column(measure), scale), colour, look.smooth)
+        for one in _smoothed(
+            name, _points(rows, column(measure), scale), colour, look.smooth, showSymbol=is_measured
+        )
     ]
     series.append(_marks(palette, rows, marks, labelled=False))
-    up = _axis(palette, "value", splitNumber=4, min=0, **ends)
+    up = _axis(palette, "value", splitNumber=4, **ends)
     options = _base(palette, title, _axis(palette, "time"), up, series, legend=len(lines) > 1)
     if len(lines) == 1:
         options["grid"]["top"] = 28
@@ -196,11 +203,7 @@ def rounds(palette: Palette, found: Sequence[RoundFacts], fragments: int, stages
         for facts in found
         if facts.round in at and facts.fragment < fragments and facts.stage < max(1, stages)
     ]  # fmt: skip
-    series = [{
-        "type": "heatmap", "data": cells, "labelLayout": {"hideOverlap": True},
-        "label": {"show": True, "fontSize": 11, "lineHeight": 14, "formatter": "{@[3]}"},
-        "itemStyle": {"borderColor": palette.panel, "borderWidth": 2, "borderRadius": 3},
-    }]  # fmt: skip
+    series = [_heat(palette, cells)]
     across = _axis(palette, "category", "round", data=[str(n) for n in numbers])
     names = [f"fragment {fragment}" for fragment in range(fragments)]
     if stages:
@@ -221,6 +224,66 @@ def rounds(palette: Palette, found: Sequence[RoundFacts], fragments: int, stages
 def round_columns(found: Iterable[RoundFacts]) -> list[int]:
     """The rounds that ``rounds`` shows, by column."""
     return sorted({facts.round for facts in found})[-MAX_ROUND_COLUMNS:]
+
+
+def scale_end(values: Iterable[float]) -> float:
+    """Where the scale of a heat map, or of bars, of these values ends. They are own word: what is far above
+    the median, a liar's word say, makes no scale for the others."""
+    found = sorted(value for value in values if value > 0)
+    return min(found[-1], 8 * found[len(found) // 2]) if found else 1.0
+
+
+def busiest(peers: Sequence[PeerFacts], most: int = 16) -> list[PeerFacts]:
+    """Those with measured links that sent and received most, ``most`` of them, by label."""
+    told = sorted((peer for peer in peers if peer.links), key=lambda peer: -(peer.up_bytes + peer.down_bytes))
+    return sorted(told[:most], key=lambda peer: peer.label)
+
+
+def links(palette: Palette, peers: Sequence[PeerFacts]) -> Options:
+    """The rate of each link in Mbit/s: a row for each sender, a column for each receiver, of the busiest."""
+    shown = busiest(peers)
+    names = {peer.peer: _drawn(peer.label, 24) for peer in shown}
+    found = [
+        (peer.peer, link.other, link.bytes_per_s * FAST_RATE.factor, link.relayed)
+        for peer in shown
+        for link in peer.links
+        if link.other in names and link.bytes_per_s
+    ]
+    end = scale_end(rate for _, _, rate, _ in found)
+    places = list(names)
+    cells = []
+    for sender, receiver, rate, relayed in found:
+        told = figure(min(rate, 99_999), (rate < 100) + (rate < 1))
+        cells.append({
+            "value": [places.index(receiver), places.index(sender), _known(min(rate, end)), told],
+            "name": f"{names[sender]} to {names[receiver]}: {told} Mbit/s{', relayed' * relayed}",
+            "label": {"color": palette.ink if rate < 0.42 * end else palette.panel},
+        })  # fmt: skip
+    across = _axis(palette, "category", "to", data=list(names.values()), position="top")
+    up = _axis(palette, "category", data=list(names.values()), inverse=True)
+    for axis, width in ((across, 880 // max(1, len(names))), (up, 96)):
+        axis["axisLabel"] |= {"interval": 0, "width": width, "overflow": "truncate"}
+    options = _base(palette, "Who sends to whom", across, up, [_heat(palette, cells)], legend=False)
+    told = "; ".join(str(cell["name"]) for cell in cells[:16]) or "none yet"
+    options["aria"]["label"]["description"] = f"Rates of {len(cells)} of the links: {told}."
+    options["tooltip"] |= {"trigger": "item", "formatter": "{b}"}
+    options["grid"] |= {"top": 52, "bottom": 44}
+    options["visualMap"] = {
+        "type": "continuous", "dimension": 2, "min": 0, "max": _known(end), "itemHeight": 180,
+        "orient": "horizontal", "left": "center", "bottom": 0, "itemWidth": 12,
+        "inRange": {"color": HEAT if palette is LIGHT else HEAT[::-1]}, "textStyle": {"color": palette.soft},
+        "text": [f"{figure(end, 1)} Mbit/s", "0"],
+    }  # fmt: skip
+    return options
+
+
+def _heat(palette: Palette, cells: Sequence[Options]) -> Options:
+    """The series of a heat map whose cells say the fourth of their values."""
+    return {
+        "type": "heatmap", "data": cells, "labelLayout": {"hideOverlap": True},
+        "label": {"show": True, "fontSize": 11, "lineHeight": 14, "formatter": "{@[3]}"},
+        "itemStyle": {"borderColor": palette.panel, "borderWidth": 2, "borderRadius": 3},
+    }  # fmt: skip
 
 
 def _round_words(facts: RoundFacts, stages: int) -> str:

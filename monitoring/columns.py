@@ -9,6 +9,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from monitoring.facts import ONLINE, SILENT_AFTER_S, PeerFacts
 from monitoring.words import date, figure, links, missed_words, percent, plain, size
 
 
@@ -40,6 +41,7 @@ SHARE = Unit("%", 100.0, 1)
 RATE = Unit("kB/s", 1e-3, 1)
 FAST_RATE = Unit("Mbit/s", 8e-6, 2)
 VOLUME = Unit("MB", 1e-6, 1)
+LARGE_VOLUME = Unit("GB", 1e-9, 1)
 SECONDS = Unit("s", 1.0, 1)
 MILLISECONDS = Unit("ms", 1e3, 1)
 
@@ -71,6 +73,15 @@ class Column(NamedTuple):
         return self.unit.words(self.value(row))
 
 
+def a_month(peer: PeerFacts, moved_bytes: int) -> float | None:
+    """Bytes in a month at the mean rate since the peer trains, of which it moved ``moved_bytes``; None if it
+    is not online, or has just begun."""
+    if peer.state not in ONLINE or peer.wall_s < SILENT_AFTER_S:
+        return None
+    month_s = 30 * 86400.0
+    return moved_bytes / peer.wall_s * month_s
+
+
 def _text(fact: str, limit: int) -> Callable[[Any], str]:
     return lambda row: plain(getattr(row, fact), limit)
 
@@ -97,6 +108,7 @@ PEER = {
     "up": Column("Up", RATE, "up_bytes_per_s"),
     "down": Column("Down", RATE, "down_bytes_per_s"),
     "cap": Column("Upload cap", RATE, "upload_cap_bytes_per_s"),
+    "month": Column("A month", LARGE_VOLUME, lambda peer: a_month(peer, peer.up_bytes + peer.down_bytes)),
     "floor": Column("Floor", RATE, "needed_bytes_per_s"),
     "software": Column("Software", TEXT, lambda peer: plain(peer.software, 24).removeprefix("p2p-co2 ")),
     "joined": Column("Joined", TEXT, lambda peer: date(peer.joined_at)),

@@ -226,6 +226,9 @@ class SwarmFacts(CommonFacts):
     loss_kind: str = Field(description='"held-out" or "training": which of them that is.')
     loss_agreed: float | None = Field(description="Newest held-out loss of the agreed parameters.")
     loss_agreed_at: float | None
+    figures_agreed: dict[str, float] = Field(
+        description="What else was measured of the agreed parameters, by name, the newest. Own word."
+    )
     loss_training: float | None = Field(description="Mean training loss of the peers in the run.")
     loss_unit: str = Field(description="Known for the built-in recipe; empty where only its author knows.")
     up_bytes: int = Field(description="Sum of the peers' own words.")

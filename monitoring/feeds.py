@@ -160,7 +160,7 @@ class RelayedFeed(Feed):
         return read_ticket(self.folder) if self.folder is not None else ""
 
     def tokens_in_model(self) -> float | None:
-        last = last_counted(self._folder) if self._folder is not None else None
+        last = last_counted(self.folder) if self.folder is not None else None
         return last.tokens_so_far if last is not None else None
 
     def close(self) -> None:

@@ -31,7 +31,8 @@ TIERS = ((2, 1200), (20, 4 * 3600), (120, 48 * 3600), (900, 90 * 86400))
 SWARM = ""
 """In the place of a peer id: the whole swarm."""
 AGREED = "agreed"
-"""In the place of a peer id: the agreed parameters, of which tokens and loss are known."""
+"""In the place of a peer id: the agreed parameters, of which tokens and loss are known. With a slash and a
+name: another figure of theirs, in the place of the loss."""
 MEASURES = ("tokens", "tokens_per_s", "loss", "utilisation", "up_bytes_per_s", "down_bytes_per_s")
 """The columns of a sample, in their order."""
 MAX_HAPPENINGS = 100_000

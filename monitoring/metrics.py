@@ -101,6 +101,9 @@ class FactsCollector(Collector):
             yield _gauge("swarm_recent_rounds", words, ["outcome"], outcomes)
             is_in = {(state.lower(),): float(facts.state == state) for state in RunState}
             yield _gauge("swarm_state", "1 for the state that the run is in.", ["state"], is_in)
+            words = _description(SwarmFacts, "figures_agreed")
+            named = {(name,): value for name, value in facts.figures_agreed.items()}
+            yield _gauge("swarm_agreed_figure", words, ["figure"], named)
             if facts.stages:
                 yield from _of(CounterMetricFamily, _STAGE_COUNTERS, StageFacts, facts.stages, ["stage"])
                 yield from _of(GaugeMetricFamily, _STAGE_GAUGES, StageFacts, facts.stages, ["stage"])

@@ -148,7 +148,7 @@ class Recorder:
         self._position = 0.0
         self._said_at: dict[str, float] = {}
         self._batch = Batch(-math.inf)
-        self._agreed: float | None = None
+        self._agreed: ev.AgreedMeasured | None = None
         self._sampled_until = history.span()[1]
         """Samples up to then (unix seconds) are kept already: a feed tells old events again."""
         view = model.view
@@ -165,7 +165,7 @@ class Recorder:
                 place = numbered(view.stage_of(event) or 0, event.fragment)
                 self._batch.counted_rounds.add((place, event.round))
             elif isinstance(event, ev.AgreedMeasured) and not is_behind(event.position, self._position):
-                self._agreed = event.loss
+                self._agreed = event
             key, words = describe(event, labels, view.stage_of(event))
             if words and event.at - self._said_at.get(key, -1e9) > 3 * SILENT_AFTER_S:
                 self._said_at[key] = event.at
@@ -190,7 +190,9 @@ class Recorder:
             self._sampled_until = now
             made.samples = _samples(facts)
             if self._agreed is not None:
-                made.samples[AGREED] = _row(tokens=facts.tokens, loss=self._agreed)
+                made.samples[AGREED] = _row(tokens=facts.tokens, loss=self._agreed.loss)
+                for name, value in self._agreed.figures.items():
+                    made.samples[f"{AGREED}/{name}"] = _row(tokens=facts.tokens, loss=value)
         self._agreed = None
         return made
 

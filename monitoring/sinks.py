@@ -81,6 +81,8 @@ def figures_of(facts: SwarmFacts) -> dict[str, float]:
              "rounds_aborted", "staleness_mean", "sync_delay_steps_mean"]  # fmt: skip
     names += ["loss_agreed", "loss_training", "utilisation"] if facts.peers_online else []
     found = {f"swarm/{name}": getattr(facts, name) for name in names}
+    if facts.peers_online:
+        found |= {f"swarm/agreed/{name}": value for name, value in facts.figures_agreed.items()}
     for stage in facts.stages:
         for name in ("replicas", "tokens_per_s", "waiting", "waiting_share", "dropped", "utilisation",
                      "forward_bytes_per_s", "back_bytes_per_s"):  # fmt: skip

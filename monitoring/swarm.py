@@ -5,6 +5,7 @@ Law: none fails to be made, whatever a peer said. Price: about 60 microseconds p
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,6 +50,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
     first = next((stage for stage in stages if known.by_stage[stage.stage or 0]), stages[0])
     measured = [view.peers[one.peer].agreed for one in in_run if one.peer in view.peers]
     agreed = max((one for one in measured if one), key=lambda event: event.at, default=None)
+    named = [(one.at, one.figures) for one in measured if one and one.figures]  # an older version has none
     training = mean_known(peer.loss for peer in figures if peer.stage in (None, 0, known.stages - 1))
     is_old = agreed is None or (training is not None and is_behind(agreed.position, at))
     staleness = view.staleness
@@ -81,7 +83,8 @@ def swarm_facts(known: Known) -> SwarmFacts:
         round_s=known.round_s, rounds_total=rounds_total, position=at, peers_online=len(online),
         peers_known=len(peers), loss=training if agreed is None or is_old else agreed.loss,
         loss_kind="training" if is_old else "held-out", loss_agreed=agreed.loss if agreed else None,
-        loss_agreed_at=agreed.at if agreed else None, loss_training=training,
+        loss_agreed_at=agreed.at if agreed else None, figures_agreed=_finite(max(named)[1]) if named else {},
+        loss_training=training,
         loss_unit=loss_unit(run.recipe) if run else "", tokens=first.tokens,
         tokens_counted=first.tokens_counted, tokens_per_s=first.tokens_per_s,
         utilisation=mean_known(peer.utilisation for peer in figures), up_bytes=view.totals.up_bytes,
@@ -94,6 +97,10 @@ def swarm_facts(known: Known) -> SwarmFacts:
         abort_reasons=dict(aborts.most_common(16)), troubles=wrong, stages=shown, peers=peers,
         rounds=tuple(sorted(newest, key=lambda facts: -facts.at)),
     )  # fmt: skip
+
+
+def _finite(figures: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in sorted(figures.items()) if math.isfinite(value)}
 
 
 def _time_left_s(known: Known, rounds: float, online: Sequence[PeerFacts]) -> float | None:

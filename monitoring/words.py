@@ -122,6 +122,25 @@ def missed_advice(missed: Mapping[str, int]) -> str:
     return "; ".join(MISSED[max(known, key=lambda reason: (known[reason], reason))]) if known else ""
 
 
+def staleness_verdict(staleness: Mapping[str, int], is_delayed: bool) -> str:
+    """What applied outer steps by staleness come to, and what to do. ``is_delayed``: the run's rule applies
+    every answer one round late."""
+    total = sum(staleness.values())
+    if not total:
+        return "No answer of an exchange has been applied yet."
+    fresh = staleness.get("0", 0) / total
+    late = staleness.get("1", 0) / total
+    later = 1.0 - fresh - late
+    shares = [(fresh, "fresh"), (late, "one step late"), (later, "later than that")]
+    told = ", ".join(f"{100 * share:.0f} % {words}" for share, words in shares if share >= 0.005)
+    cure = "make rounds longer (clock.round_s), or choose a codec with fewer bits"
+    if later > 0.05:
+        return f"{told}: lines or processors are too slow for this run; {cure}."
+    if late > 0.5 and not is_delayed:
+        return f"{told}: little is lost by it, but most answers miss their round; {cure}."
+    return f"{told}: as it should be."
+
+
 def loading_words(now: ev.StateLoading | None) -> str:
     """How far the agreed state is that a peer loads; "" if it loads none."""
     if now is None:
@@ -244,7 +263,8 @@ def _of_itself(event: ev.Event, me: str) -> str:
             if event.resumed_from:
                 words += f", resumed at step {figure(event.inner_steps)}, round {figure(event.position, 1)}"
         case ev.AgreedMeasured():
-            words = f"measured the agreed parameters: held-out loss {figure(event.loss, 4)}"
+            more = "".join(f", {name} {value:.4g}" for name, value in event.figures.items())
+            words = f"measured the agreed parameters: held-out loss {figure(event.loss, 4)}{more}"
         case ev.CheckpointSaved():
             words = f"saved a checkpoint in {figure(event.duration_s, 2)} s"
         case ev.Paused():

@@ -54,9 +54,10 @@ class _Frozen(BaseModel):
 class ClockConfig(_Frozen):
     """When fragments are sent.
 
-    ``mode`` "steps": position = inner steps / ``inner_steps_per_round`` (laboratory, the papers' tables).
-    ``mode`` "time": position = (swarm time - start) / ``round_s`` seconds; fast and slow peers send together
-    and are weighted by tokens. ``rounds``: the run ends at this position; 0 never."""
+    ``mode`` is "time", or "steps" (laboratory, the papers' tables). ``round_s``: by time, position = (swarm
+    time - start) / ``round_s``, seconds; fast and slow peers send together and are weighted by tokens.
+    ``inner_steps_per_round``: by steps, position = inner steps / ``inner_steps_per_round``. ``rounds``: the
+    run ends at this position; 0 never."""
 
     mode: Literal["steps", "time"] = "time"
     inner_steps_per_round: int = Field(default=30, ge=1)
@@ -193,11 +194,12 @@ class PipelineConfig(_Frozen):
 class RunConfig(_Frozen):
     """Everything the peers of one run agree on.
 
-    ``recipe`` is a built-in name ("byte-gpt") or ``path/to/file.py:function``; ``recipe_options`` go to it as
-    keyword arguments. ``recipe_digest`` (sha256, hex) is filled in when the run is published, and checked by
-    every peer. ``fragments`` is the number of pieces the model is synchronised in. ``group_size`` is how many
-    peers the run has at most. ``seed`` makes every peer start from the same parameters. ``salt`` keeps others
-    from guessing the digest, and a ticket with it; where it is empty the first seed makes one.
+    ``name`` is what people call the run. ``recipe`` is a built-in name ("byte-gpt") or
+    ``path/to/file.py:function``; ``recipe_options`` go to it as keyword arguments. ``recipe_digest`` (sha256,
+    hex) is filled in when the run is published, and checked by every peer. ``fragments`` is the number of
+    pieces the model is synchronised in. ``group_size`` is how many peers the run has at most. ``seed`` makes
+    every peer start from the same parameters. ``salt`` keeps others from guessing the digest, and a ticket
+    with it; where it is empty the first seed makes one.
 
     ``weight_cap`` is the defence against a peer that lies about its work. Tokens count at most as so many
     times the median member's; among four or more, for a third of all at most. What is far larger than the

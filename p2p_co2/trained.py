@@ -21,6 +21,7 @@ from p2p_co2.config import OWN_LOOP
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes import Recipe, load_measuring_recipe
 from p2p_co2.recipes.drawing import drawn_from
+from p2p_co2.recipes.measured import measured
 from p2p_co2.tensors.checkpoint.folder import Checkpoint, has_checkpoint, load_agreed
 from p2p_co2.tensors.checkpoint.layout import write_kept
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
@@ -68,9 +69,13 @@ class Trained:
 
     def held_out_loss(self) -> float:
         """Nats per token on text that no peer trained on. Raises ``ConfigError`` if the recipe has none."""
+        return self.measured()[0]
+
+    def measured(self) -> tuple[float, dict[str, float]]:
+        """(``held_out_loss``, what else the recipe measures, by name)."""
         if self.recipe.held_out is None:
             raise ConfigError("recipe", "held_out", "this recipe has no held-out data to measure a loss on")
-        return self.recipe.held_out(self.recipe.model)
+        return measured(self.recipe.held_out(self.recipe.model))
 
     def sample(self, prompt: str, length: int, seed: int) -> str:
         """``prompt`` and ``length`` more tokens as text: by the recipe's ``generate``, else by the model's

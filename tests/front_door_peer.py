@@ -50,6 +50,13 @@ def held_out(model: nn.Module) -> float:
         return float(loss_of(model, WORDS))
 
 
+def measure(model: nn.Module) -> dict[str, float]:
+    """A loss, and what a board draws beside it."""
+    with torch.no_grad():
+        right = model(WORDS[:, :-1]).argmax(-1) == WORDS[:, 1:]
+    return {"loss": held_out(model), "accuracy": float(right.float().mean())}
+
+
 def by_join(plain: Tied, model: Any, events: list[Event]) -> tuple[co2.Swarm, list[int]]:
     inner = [
         torch.optim.AdamW([plain.embed.weight], 1e-2), torch.optim.SGD(plain.norm.parameters(), 1e-2),
@@ -57,7 +64,7 @@ def by_join(plain: Tied, model: Any, events: list[Event]) -> tuple[co2.Swarm, li
     met = list[int]()
     loader = DataLoader(TensorDataset(WORDS), batch_size=8, shuffle=True)
     with co2.join(
-        model, inner, evaluate=held_out, min_peers=3, on_event=events.append, upload="5Mbit",
+        model, inner, evaluate=measure, min_peers=3, on_event=events.append, upload="5Mbit",
         max_grad_norm=1.0, lr_schedule=lambda position: min(1.0, 0.5 + position),
     ) as swarm:  # fmt: skip
         for (batch,) in swarm.until_done(loader):

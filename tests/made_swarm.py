@@ -172,6 +172,7 @@ class MadeSwarm:
             found.append(ev.AgreedMeasured(
                 at=now + 0.8, peer=first, loss=1.45 + 4.0 / (1 + t / 20) ** 0.6, position=t / self.round_s,
                 tokens=0, duration_s=0.2,
+                figures={"accuracy": 0.6 - 0.5 / (1 + t / 20) ** 0.6, "log.odds": -1.0 - 10.0 / (1 + t)},
             ))  # fmt: skip
         return found
 

@@ -82,6 +82,7 @@ def all_charts(model: Model, history: BoardHistory) -> list[charts.Options]:
         charts.rounds(palette, facts.rounds, facts.fragments),
         charts.staleness(palette, {f: {0: 3, 7: 1} for f in range(3)}),
         charts.staleness(palette, {0: {2**53: 1}}),
+        charts.links(palette, facts.peers),
     ]
 
 
@@ -104,6 +105,7 @@ def test_facts_add_up_and_say_what_is_wrong_with_the_peer_and_the_reason(facts: 
     assert sum(peer.share_counted or 0.0 for peer in facts.peers) == pytest.approx(1.0)
     assert facts.tokens_counted == pytest.approx(sum(peer.tokens_counted or 0.0 for peer in facts.peers))
     assert facts.loss_agreed is not None
+    assert facts.figures_agreed.keys() == {"accuracy", "log.odds"}
     words = "\n".join(trouble.words for trouble in facts.troubles)
     for part in (
         "peer-4 is gone: others say: silent for 6 s", "aborted: the owner of part 2 fell silent",
@@ -350,7 +352,7 @@ def test_metrics_follow_the_conventions(facts: SwarmFacts) -> None:
         assert not re.search(r"_(mb|kb|ms|percent|minutes)(_|$)", family.name)
         for one in family.samples:
             assert math.isfinite(one.value)
-            names = {"peer", "name", "state", "outcome", "fragment", "carrier", "relayed"}
+            names = {"peer", "name", "state", "outcome", "fragment", "carrier", "relayed", "figure"}
             assert set(one.labels) <= names
             assert one.name.endswith("_total") == (family.type == "counter")
 
@@ -392,6 +394,8 @@ def test_tensorboard_gets_what_the_swarm_did(tmp_path: Path) -> None:
     online = told["swarm/peers_online"]
     assert (max(online), online[-1]) == (3.0, 0.0)  # nobody is, once the run is over
     assert told["swarm/loss_training"][-1] > 0
+    assert told["swarm/agreed/accuracy"] == sorted(told["swarm/agreed/accuracy"])
+    assert told["swarm/agreed/log.odds"][-1] < 0
     assert told["peer/peer-1/tokens_per_s"][-1] == pytest.approx(1440.0)
     rounds = told["swarm/rounds_committed"]  # the past of a run, not its end alone
     assert len(rounds) > 10

@@ -56,6 +56,12 @@ const charts = [...document.querySelectorAll('.b-chart')].filter(chart => chart.
 return charts.every(chart => chart.querySelector('canvas') && chart.getAttribute('aria-label').length > 20);
 """
 """Every chart has said in a sentence what it shows."""
+BARS = """
+const rows = [...document.querySelectorAll('[data-testid=peers-table] tbody tr')];
+return rows.filter(row => row.innerText).map(row => [row.querySelector('a').innerText,
+                        parseInt(row.querySelector('.b-bar-done').style.width)]);
+"""
+"""Of the table of peers: names, and how long their bars are (%)."""
 BOARDS = ExitStack()
 BROWSERS = ExitStack()
 """That tests share; browsers end first, since a board waits for its pages."""
@@ -166,7 +172,7 @@ def test_every_page_can_be_read_by_everybody(kind: str, mode: str) -> None:
                 assert 0 < last <= driver.execute_script("return screen.width")
 
 
-def test_pages_tell_of_stages_and_of_a_hostile_peer() -> None:
+def test_pages_tell_what_they_are_for_and_of_a_hostile_peer() -> None:
     with looking("stages") as (driver, address):
         says(driver, "stages", "without replica")
         driver.get(f"{address}bandwidth")
@@ -175,6 +181,27 @@ def test_pages_tell_of_stages_and_of_a_hostile_peer() -> None:
         says(driver, "troubles", "publishes nonsense")
         driver.get(f"{address}peers")
         says(driver, "peers-table", re.escape(EVIL[:20]))
+    with looking("own", "events") as (driver, address):  # each begins with what a reader looks for
+        says(driver, "events", "peer started")
+        assert "exchange committed" not in text_of(driver, "events")
+        press(driver, "//button[normalize-space(.)='exchanges']")
+        says(driver, "events", "exchange committed")
+        driver.get(f"{address}peers")
+        says(driver, "peers-table", "2,400")
+        rows = driver.execute_script(BARS)
+        assert rows == sorted(rows, key=lambda row: -row[1])
+        assert (rows[0], rows[-1][1]) == (["peer-5", 100], 0)
+        driver.get(f"{address}staleness")
+        says(driver, "verdict", "% fresh, .* one step late: as it should be")
+        driver.get(f"{address}bandwidth")
+        says(driver, "month", r"at this rate \d.* a month")
+    with looking("own", "run", "phone") as (driver, _):  # where a tap explains
+        says(driver, "settings", "outer.gap_penalty")
+        assert text_of(driver, "told") == ""
+        press(driver, "//span[normalize-space(.)='outer.gap_penalty']")
+        says(driver, "told", "CO2's staleness gap penalty")
+        press(driver, "[data-testid=told]")
+        until(lambda: text_of(driver, "told") == "")
 
 
 @pytest.mark.parametrize(
@@ -185,12 +212,17 @@ def test_pages_tell_of_stages_and_of_a_hostile_peer() -> None:
         ("over", "nothing-over", "The run is over"),
         ("gone", "nothing-lost", "The swarm is out of reach"),
         ("lost", "banner", "out of reach"),
+        ("own no/such", "nothing-wrong", "No such page"),
+        ("own round/first/1", "nothing-wrong", "No such page"),
     ],
 )
 def test_having_nothing_new_to_show_is_designed(kind: str, state: str, words: str) -> None:
-    with looking(kind) as (driver, _):
+    kind, _, page = kind.partition(" ")
+    with looking(kind, page) as (driver, _):
         assert words in wait_for(driver, state)
         assert violations(driver) == []
+        if page:
+            assert ["404" in told for told in errors(driver)] == [True]  # the browser says so
         if kind == "lost":  # it is shown as it was
             assert text_of(driver, "state") == "out of reach"
             says(driver, "tokens", r"\d")

@@ -18,12 +18,14 @@ from monitoring import charts
 from monitoring.board.cards import at_least_told, machine_told
 from monitoring.board.run_page import invitation, setting_rows
 from monitoring.board.server import make_app
+from monitoring.columns import a_month
 from monitoring.feeds import JournalFeed, read_ticket
 from monitoring.glossary import GLOSSARY, explained
 from monitoring.history import MEASURES, TIERS, Batch, BoardHistory, Happening
 from monitoring.machine import GpuFacts, MachineFacts, ask_nvidia, read_machine, read_nvidia
 from monitoring.model import Model, Recorder
 from monitoring.seeds import ask_seeds
+from monitoring.words import staleness_verdict
 from p2p_co2.config import OWN_LOOP, PipelineConfig, RunConfig
 from p2p_co2.ticket import Ticket
 from tests.made_swarm import EVIL, MadeFeed, MadeSwarm, peer_id
@@ -205,15 +207,73 @@ def test_a_ticket_is_read_from_a_folder_and_a_damaged_one_is_not(tmp_path: Path)
 
 
 def test_settings_are_those_of_the_run_file() -> None:
-    rows = dict(setting_rows(RUN))
-    assert rows["clock.round_s"] == "5.0"
-    assert rows["outer.nesterov"] == "true"
+    rows = {name: (value, usual) for name, value, usual, _ in setting_rows(RUN)}
+    assert rows["clock.round_s"] == ("5.0", "30.0")
+    assert rows["outer.nesterov"] == ("true", "")
     assert "pipeline.stages" not in rows
-    assert dict(setting_rows(RunConfig(pipeline=PipelineConfig(stages=4))))["pipeline.stages"] == "4"
     assert setting_rows(None) == []
 
 
+def test_each_setting_is_explained_and_what_is_not_the_default_comes_first() -> None:
+    rows = setting_rows(RunConfig(pipeline=PipelineConfig(stages=4), recipe_options={"batch": 4}))
+    others = [row[:3] for row in rows if row[2]]
+    assert others == [("recipe_options.batch", "4", "-"), ("pipeline.stages", "4", "1")]
+    assert [row[:3] for row in rows[:2]] == others
+    assert all(words for *_, words in rows)
+    told = {name: words for name, _, _, words in rows}
+    assert told["outer.gap_penalty"] == "CO2's staleness gap penalty."
+    assert len({told["codec.name"], told["name"], told["aggregation.rule"], told["outer.rule"]}) == 4
+
+
+@pytest.mark.parametrize(
+    ("staleness", "is_delayed", "words"),
+    [
+        ({}, False, "No answer"),
+        ({"0": 94, "1": 6}, False, "94 % fresh, 6 % one step late: as it should be."),
+        ({"1": 10}, True, "100 % one step late: as it should be."),
+        ({"0": 4, "1": 6}, False, "40 % fresh, 60 % one step late: little is lost by it"),
+        ({"0": 80, "1": 10, "3": 10}, True, "10 % later than that: lines or processors are too slow"),
+    ],
+)
+def test_staleness_begins_with_a_verdict(staleness: dict[str, int], is_delayed: bool, words: str) -> None:
+    assert words in staleness_verdict(staleness, is_delayed)
+
+
+def test_a_month_at_this_rate() -> None:
+    told = Told("ada")
+    told.tell(0, "peer_started", "ada")
+    told.tell(5, "progress", "ada", up_bytes=75_000, wall_s=10.0)
+    own = told.at(6).own
+    assert own is not None
+    assert a_month(own, own.up_bytes) == pytest.approx(7500 * 30 * 86400)  # 19.4 GB
+    told.tell(7, "peer_finished", "ada")
+    own = told.at(8).own
+    assert own is not None
+    assert a_month(own, own.up_bytes) is None
+
+
 # ---- charts
+
+
+def test_the_matrix_of_links_is_of_the_busiest_in_one_unit_and_no_liar_sets_its_scale() -> None:
+    told = Told()
+    for number in range(20):
+        name, other = f"p{number}", f"p{(number - 1) % 20}"
+        told.tell(0, "peer_started", name)
+        told.tell(1, "progress", name, up_bytes=number)
+        told.tell(1, "link_measured", name, other=other, bytes_per_s=1e6, sent_bytes=number * 1000)
+    for other in ("p18", "nobody"):
+        told.tell(2, "link_measured", "p19", other=other, bytes_per_s=1e15, sent_bytes=2**53)
+    made = charts.links(charts.LIGHT, told.at(3).peers)
+    shown = made["yAxis"]["data"]
+    assert shown == made["xAxis"]["data"]
+    assert set(shown) == {f"p{number}" for number in range(4, 20)}
+    cells = {
+        (shown[y], shown[x]): rest for x, y, *rest in (one["value"] for one in made["series"][0]["data"])
+    }
+    assert cells["p10", "p9"] == [8.0, "8.0"]  # 1 MB/s
+    assert cells["p19", "p18"] == [64.0, "99,999"]  # so it claims
+    assert made["visualMap"]["max"] == 64.0
 
 
 def row(at: float, loss: float) -> tuple[float, ...]:

@@ -35,7 +35,7 @@ from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.swarm import joining
 from p2p_co2.swarm.counting import BatchCounter, batch_tokens
 from p2p_co2.swarm.data import Fetching, PeerOrder, Place, Stopped, passes, reseed, warn_of_a_stream
-from p2p_co2.telemetry.events import PeerStarted, Progress
+from p2p_co2.telemetry.events import AgreedMeasured, PeerStarted, Progress
 from p2p_co2.telemetry.journal import read_events
 
 
@@ -614,6 +614,9 @@ def test_a_loop_of_few_lines_a_drop_in_and_one_whose_data_stalls_agree(
     events = list(read_events(swarm.folder / "peer-0" / "events.jsonl"))
     assert any(isinstance(event, PeerStarted) for event in events)
     assert sum(isinstance(event, Progress) for event in events) > 1
+    measured = [event.figures for event in events if isinstance(event, AgreedMeasured)]
+    assert all(0.0 <= figures["accuracy"] <= 1.0 for figures in measured)
+    assert measured
 
     steps, made, told_steps, told_tokens = drop_in["met"]
     assert drop_in["steps"] == steps  # also the one that the scaler skipped: the clock goes on with it

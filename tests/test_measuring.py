@@ -7,9 +7,30 @@ from typing import Any
 
 import pytest
 
+from p2p_co2.errors import ConfigError
+from p2p_co2.recipes.measured import measured
 from p2p_co2.trainer import agreed_loss as measuring
 from p2p_co2.trainer.agreed_loss import AT_MOST_EVERY_S, SHARE, AgreedLoss
 from p2p_co2.trainer.peer import Peer
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [(2, (2.0, {})), ({"loss": 2.0, "log.odds": -1}, (2.0, {"log.odds": -1.0})), ({"loss": 1.5}, (1.5, {}))],
+)
+def test_a_measurement_is_a_loss_or_figures_with_one(told: Any, found: object) -> None:
+    assert measured(told) == found
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{}, {"accuracy": 1.0}, {"loss": 1.0, "two words": 2.0}, {"loss": "low"}, {"loss": 1.0, 3: 2.0},
+     {"loss": 1.0} | {f"n{number}": 0.0 for number in range(17)}],
+)  # fmt: skip
+def test_figures_that_nobody_could_draw_are_the_programs_mistake(told: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        measured(told)
+    assert caught.value.key == "evaluate"
 
 
 class Clock:

@@ -39,6 +39,7 @@ from tests.test_recipes import TINY, checkpoint_of
 from tests.test_swarm import START_S, opened
 
 GPT2_RECIPE = """
+import math
 import torch
 from pathlib import Path
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -61,7 +62,8 @@ def make(tied: bool = True, data: str = ""):
     def held_out(model):
         model.eval()
         with torch.no_grad():
-            return float(loss(model, next(batches(2**40, 16))))
+            told = float(loss(model, next(batches(2**40, 16))))
+        return {"loss": told, "perplexity": math.exp(told)}
     optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=3e-3)
     return Recipe(model, batches, loss, optimizer=optimizer, held_out=held_out,
                   accumulate=2, max_grad_norm=1.0, autocast="bf16",
@@ -191,7 +193,7 @@ def test_the_model_of_a_swarm_that_trains_comes_out_and_the_swarm_goes_on(
     held_out = load_recipe(recipe, {}, 0).held_out
     assert held_out is not None
     late = AutoModelForCausalLM.from_pretrained(tmp_path / "late")
-    assert abs(held_out(late) - Trained.load(checkpoint, recipe).held_out_loss()) < 1e-6
+    assert abs(held_out(late)["loss"] - Trained.load(checkpoint, recipe).held_out_loss()) < 1e-6
 
 
 class Elsewhere(nn.Sequential):
@@ -243,10 +245,11 @@ def test_an_own_loop_of_transformers_is_loaded_after_one_line(
     assert asked("eval", checkpoint) == 2
     assert "name a recipe file that makes their model, --recipe FILE.py:function" in capsys.readouterr().err
     assert asked("eval", checkpoint, "--recipe", recipe) == 0
-    measured = float(capsys.readouterr().out)
+    measured, perplexity = capsys.readouterr().out.splitlines()
     held_out = load_recipe(recipe, {}, 0).held_out
     assert held_out is not None
-    assert measured == pytest.approx(held_out(model), abs=1e-4)
+    assert float(measured) == pytest.approx(held_out(model)["loss"], abs=1e-4)
+    assert perplexity.startswith("perplexity ")
     assert asked("model", checkpoint, "--out", tmp_path / "again", "--recipe", recipe) == 0
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert abs(loss_of(again) - loss_of(model)) < 1e-6

@@ -270,6 +270,24 @@ def test_nonsense_is_counted_and_goes_no_further(nonsense: dict[str, object]) ->
     assert opened.refused.total() == 1
 
 
+@pytest.mark.parametrize(
+    "figures",
+    [{"<b>": 1.0}, {"": 1.0}, {"x" * 41: 1.0}, {"accuracy": 1e300}, {"accuracy": "high"},
+     {f"figure{number}": 1.0 for number in range(17)}],
+)  # fmt: skip
+def test_figures_of_a_measurement_may_be_negative_but_not_of_any_name_or_number(
+    figures: dict[str, object],
+) -> None:
+    good = ev.AgreedMeasured(
+        at=NOW, peer=A.peer_id, loss=-1.0, position=1.0, tokens=1, duration_s=0.1, figures={"log.odds": -3.0}
+    )
+    report = Report(run=RUN, peer=A.peer_id, process=1, first=1, last=2, newest=2, sent_at=NOW)
+    report.events = lines({**good.to_json(), "figures": figures}, good.to_json())
+    opened = open_report(sealed(report), A.peer_id, RUN)
+    assert opened.events == [good]
+    assert opened.refused.total() == 1
+
+
 def test_a_peer_that_cannot_be_is_not_let_into_the_view() -> None:
     link = ev.LinkOpened(at=NOW, peer=A.peer_id, other="<script>alert(1)</script>", carrier="grpc")
     report = Report(run=RUN, peer=A.peer_id, process=1, first=1, last=1, newest=1, sent_at=NOW)

@@ -280,9 +280,11 @@ def test_a_measurement_sees_the_agreed_parameters_and_leaves_the_live_ones_as_th
             assert torch.equal(measured.state_dict()[name], values.double())
         return torch.tensor(2.5)
 
-    lone.peer.measure_agreed(held_out)  # type: ignore[arg-type]  # a tensor does as well
+    lone.peer.measure_agreed(held_out)  # a tensor does as well
     assert all(torch.equal(now, was) for now, was in zip(model.parameters(), live, strict=True))
-    assert [fields["loss"] for fields in lone.wire.seen(ev.AgreedMeasured)] == [2.5]
+    lone.peer.measure_agreed(lambda _: {"accuracy": torch.tensor(0.25), "loss": 2.0})
+    told = [(fields["loss"], fields["figures"]) for fields in lone.wire.seen(ev.AgreedMeasured)]
+    assert told == [(2.5, {}), (2.0, {"accuracy": 0.25})]
 
     def fails(measured: nn.Module) -> float:
         raise RuntimeError("no such data")

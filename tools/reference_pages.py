@@ -62,7 +62,7 @@ p2p-co2 join TICKET --config peer.toml
 An option on the command line goes before the file. In a program, `PeerConfig` has the same fields.
 """
 STUB = """# Made by `make docs` from the code: declare an option on PeerConfig, or in swarm.joining._join.
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypedDict
 

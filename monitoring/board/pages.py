@@ -23,6 +23,7 @@ from monitoring.columns import (
     TEXT,
     VOLUME,
     Column,
+    a_month,
 )
 from monitoring.facts import ENDED, OF_STAGES, ONLINE, PeerFacts, RoundFacts, StageFacts, SwarmFacts, Trouble
 from monitoring.history import AGREED, MAX_LINES, SWARM, Happening
@@ -37,9 +38,20 @@ from monitoring.words import (
     percent,
     plain,
     size,
+    staleness_verdict,
 )
 from p2p_co2.telemetry.view import numbered
 from p2p_co2.wire.limits import MAX_FRAGMENTS
+
+EVENTS: dict[str, tuple[str, ...]] = {
+    "comings, goings, faults": (
+        "peer_started", "peer_joined", "peer_left", "peer_finished", "paused", "resumed", "training_ended",
+        "caught_up", "link_lost", "round_aborted", "contribution_capped", "message_refused", "warned",
+    ),
+    "exchanges": ("round_committed", "round_aborted", "slice_missed", "send_skipped"),
+    "all": (),
+}  # fmt: skip
+"""The kinds of events that the page of events shows, by the words of its buttons; () are all."""
 
 
 class SwarmPage(Page):
@@ -59,6 +71,7 @@ class SwarmPage(Page):
         unit = frame.model.facts().loss_unit or "in the recipe's own unit"
         with card("Loss of the agreed parameters", unit, self._add_controls):
             self._loss = Chart("chart-loss", "Loss")
+        self._figures = _AgreedFigures()
         self._trends = Trends("chart")
         if facts.me:
             MachineCard(frame)
@@ -95,9 +108,36 @@ class SwarmPage(Page):
             palette, rows, agreed, over_tokens=self._over_tokens, look=self.frame.look,
             marks=self.frame.marks(),
         ))  # fmt: skip
+        self._figures.set(self.frame, facts)
         self._trends.set(self.frame, rows)
         if self._stages is not None:
             self._stages.set(facts.stages)
+
+
+class _AgreedFigures:
+    """What peers measure of the agreed parameters beside their loss: a small chart for each figure."""
+
+    def __init__(self) -> None:
+        self._row = block("b-three")
+        self._charts: dict[str, Chart] = {}
+        self._row.set_visibility(False)
+
+    def set(self, frame: Frame, facts: SwarmFacts) -> None:
+        names = facts.figures_agreed
+        if list(names) != list(self._charts):
+            self._row.clear()
+            self._row.set_visibility(bool(names))
+            with self._row:
+                for name in names:
+                    with card(name, "agreed parameters, held-out"):
+                        self._charts[name] = Chart(f"chart-figure-{name}", name, "low")
+            self._charts = {name: self._charts[name] for name in names}
+        for name, chart in self._charts.items():
+            rows = frame.history.series(f"{AGREED}/{name}", *frame.span(facts))
+            chart.set(charts.over_time(
+                frame.palette, rows, {name: ("loss", charts.BLUE, 1.0)}, title=name, look=frame.look,
+                is_measured=True,
+            ))  # fmt: skip
 
 
 def _stages_table() -> BoardTable:
@@ -157,6 +197,8 @@ class StalenessPage(Page):
     """How late answers come, fragment by fragment and round by round."""
 
     def __init__(self, frame: Frame) -> None:
+        with card("Staleness"):
+            self._verdict = text("b-words", test_id="verdict")
         super().__init__(frame, staleness_told)
         hint = "a column is a round; group size inside, why on hover, click for its members"
         with card("Fragment exchanges", hint):
@@ -168,8 +210,14 @@ class StalenessPage(Page):
             known = frame.model.known
             kind = "tall" if known.stages * known.fragments > charts.MAX_LOW_ROWS else ""
             self._heat = Chart("chart-rounds", "Fragment exchanges", kind, on_click=self._open_round)
-        with card("Staleness", "outer steps between a gradient's parameters and those it met"):
+        with card("How stale", "outer steps between a gradient's parameters and those it met"):
             self._histogram = Chart("chart-staleness", "Staleness")
+
+    def refresh(self, facts: SwarmFacts) -> None:
+        super().refresh(facts)
+        run = self.frame.model.known.run
+        is_delayed = run is not None and run.outer.is_delayed
+        self._verdict.text = staleness_verdict(facts.staleness, is_delayed)
 
     def redraw(self, facts: SwarmFacts) -> None:
         palette = self.frame.palette
@@ -211,9 +259,14 @@ class BandwidthPage(Page):
         super().__init__(frame, bandwidth_told)
         with card("Traffic", "kB/s, all peers together", frame.range_choice):
             self._traffic = Chart("chart-traffic", "Traffic")
-        hint = "floor: what a round asks of the average member, each direction; own word"
+        shown_peers = charts.busiest(frame.model.facts().peers)
+        kind = "tall" if len(shown_peers) > charts.MAX_NAMED else ""
+        hint = "a row sends to a column, Mbit/s while payload is under way; the busiest peers"
+        with card("Who sends to whom", hint, self._add_month):
+            self._matrix = Chart("chart-links", "Who sends to whom", kind)
+        hint = "a month: at this rate, both ways; floor: what a round asks of a member, each way; own word"
         with card("Peers", hint):
-            shown = ("peer", "up", "down", "cap", "floor", "sent", "received", "hidden", "exposed")
+            shown = ("peer", "up", "down", "month", "cap", "floor", "sent", "received", "hidden", "exposed")
             self._peers = _peers_table(frame, "traffic", [PEER[name] for name in shown])
         self._hops = None
         if frame.model.facts().stages:
@@ -223,9 +276,17 @@ class BandwidthPage(Page):
             with card("Hops between stages", hint):
                 self._hops = BoardTable("hops", _HOPS, rows_a_page=0)
         with card("Links", "as their senders measured them, about every ten seconds"):
-            self._links = BoardTable("links-table", _LINKS, search=True)
+            self._links = BoardTable("links-table", _LINKS, 10, search=True)
+
+    def _add_month(self) -> None:
+        block("b-grow")
+        self._month = text("b-hint", test_id="month")
 
     def redraw(self, facts: SwarmFacts) -> None:
+        month = [a_month(peer, peer.up_bytes) for peer in facts.peers]
+        sent = sum(one for one in month if one is not None)
+        self._month.text = f"at this rate {size(sent)} a month, all peers" if sent else ""
+        self._matrix.set(charts.links(self.frame.palette, facts.peers))
         rows = self.frame.history.series(SWARM, *self.frame.span(facts))
         title, _, lines = charts.TRENDS["traffic"]
         look = self.frame.look
@@ -301,7 +362,7 @@ class PeersPage(Page):
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
         of_stages = ("stage", "waiting") if frame.model.facts().stages else ()
-        shown = ("peer", "state", *of_stages, "device", "tokens", "share", "tokens_per_s", "loss",
+        shown = ("peer", "state", *of_stages, "tokens_per_s", "share", "device", "tokens", "loss",
                  "staleness", "missed", "used", "up", "links", "software")  # fmt: skip
         columns = [
             *(PEER[name] for name in shown),
@@ -310,8 +371,11 @@ class PeersPage(Page):
             Column("Left, and why", TEXT, lambda peer: plain(peer.reason, 90) * (peer.state in ENDED)),
         ]
         with card("Peers", controls=self._add_count):
-            on_phone = ("Peer", "State", PEER["share"].heading, "Links")
-            self._table = _peers_table(frame, "peers-table", columns, search=True, on_phone=on_phone)
+            speed = PEER["tokens_per_s"].heading
+            on_phone = ("Peer", "State", speed, PEER["share"].heading)
+            self._table = _peers_table(
+                frame, "peers-table", columns, search=True, on_phone=on_phone, bars=speed
+            )
             words = "Tokens, loss, rates and utilisation are a peer's own word. Its share is counted by the "
             text("b-foot", words + "group: weights in commits that more than half of its peers signed.")
 
@@ -344,7 +408,9 @@ class PeerPage(Page):
         with block("b-page-part") as self._told_of:
             self._trends = Trends("chart-peer")
             with card("What is known of it"):
-                self._known = BoardTable("peer-facts", columns, rows_a_page=0, on_phone=("Fact", "Value"))
+                self._known = BoardTable(
+                    "peer-facts", columns, rows_a_page=0, on_phone=("Fact", "Value"), explain=itemgetter(2)
+                )
             with card("What happened at it"):
                 self._events = _events_table("peer-events", 15)
 
@@ -387,13 +453,19 @@ class EventsPage(Page):
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
-        with card(
-            "What happened", f"the newest {MAX_LINES}; that of a fragment exchange leads to its members"
-        ):
+        self._kinds = next(iter(EVENTS.values()))
+        hint = f"the newest {MAX_LINES}; that of a fragment exchange leads to its members"
+        with card("What happened", hint, self._add_choice):
             self._table = _events_table("events", 50, search=True)
 
+    def _add_choice(self) -> None:
+        self.frame.choice("which events", EVENTS, self._show)
+
+    def _show(self, kinds: tuple[str, ...]) -> None:
+        self._kinds = kinds
+
     def redraw(self, facts: SwarmFacts) -> None:
-        self._table.set(self.frame.history.happenings(MAX_LINES))
+        self._table.set(self.frame.history.happenings(MAX_LINES, kinds=self._kinds))
 
 
 def _events_table(test_id: str, rows_a_page: int, search: bool = False) -> BoardTable:

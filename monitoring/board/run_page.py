@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from operator import itemgetter
-from typing import Any
 
 from nicegui import ui
+from pydantic import BaseModel
 
 from monitoring.board.cards import RunCard
 from monitoring.board.shell import BoardTable, Frame, Page, Told, block, card, text
 from monitoring.columns import TEXT, Column
 from monitoring.facts import SILENT_AFTER_S, SwarmFacts
 from monitoring.seeds import SeedFacts, ask_seeds
-from monitoring.words import clock, figure, plain
+from monitoring.words import UNKNOWN, clock, figure, plain
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import TicketError
 from p2p_co2.ticket import Ticket, line_to_join
@@ -50,10 +51,12 @@ class RunPage(Page):
                 Column("Seed or peer", TEXT, self._name_of), Column("Answers", TEXT, _answers),
                 Column("Address", TEXT, lambda seed: plain(seed.place, 80)),
             ), rows_a_page=0)  # fmt: skip
-        with card("Settings", "what all peers of the run agree on; another setting is another run"):
-            self._settings = BoardTable("settings", (
-                Column("Setting", TEXT, itemgetter(0)), Column("Value", TEXT, itemgetter(1)),
-            ), rows_a_page=0)  # fmt: skip
+        with card("Settings", "all peers agree on them; first what is not the default"):
+            names = ("Setting", "Value", "Default", "What it is")
+            columns = [Column(name, TEXT, itemgetter(place)) for place, name in enumerate(names)]
+            self._settings = BoardTable(
+                "settings", columns, rows_a_page=0, on_phone=names[:2], explain=itemgetter(3)
+            )
         ui.timer(SILENT_AFTER_S, self._ask)
 
     def refresh(self, facts: SwarmFacts) -> None:
@@ -122,17 +125,34 @@ def invitation(ticket: str, run: RunConfig | None) -> tuple[str, str]:
     ) or "It is no secret: who has it can join, and look."
 
 
-def setting_rows(run: RunConfig | None) -> list[tuple[str, str]]:
-    """(name, value) of every agreed setting, as in the run file."""
+def setting_rows(run: RunConfig | None) -> list[tuple[str, str, str, str]]:
+    """(name, value, the default if it is another, what it is) of every agreed setting, as in the run file;
+    first those that are not the default."""
     if run is None:
         return []
-    return list(_flat("", run.model_dump(exclude={"pipeline"} if run.pipeline.stages == 1 else None)))
+    usual = {name: value for name, value, _ in _flat("", RunConfig())}
+    rows = [
+        (name, value, "" if usual.get(name) == value else usual.get(name, UNKNOWN), words)
+        for name, value, words in _flat("", run)
+        if run.pipeline.stages > 1 or not name.startswith("pipeline.")
+    ]
+    return sorted(rows, key=lambda row: not row[2])
 
 
-def _flat(prefix: str, table: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
+def _flat(prefix: str, settings: BaseModel) -> Iterator[tuple[str, str, str]]:
+    for name, value in settings:
+        words = what_it_is(type(settings), name)
+        if isinstance(value, BaseModel):
             yield from _flat(f"{prefix}{name}.", value)
-        else:
-            shown = str(value).lower() if isinstance(value, bool) else str(value)
-            yield plain(f"{prefix}{name}", 80), plain(shown, 200) or "-"
+            continue
+        for key, one in (value if isinstance(value, dict) else {"": value}).items():
+            shown = str(one).lower() if isinstance(one, bool) else str(one)
+            yield plain(f"{prefix}{name}.{key}".rstrip("."), 80), plain(shown, 200) or UNKNOWN, words
+
+
+def what_it_is(kind: type[BaseModel], field: str) -> str:
+    """The sentence of the docstring of ``kind`` that first names ``field``; "" if none does."""
+    sentences = re.split(r'(?<=[.;])\s+(?=[A-Z`"])', " ".join((kind.__doc__ or "").split()))
+    found = next((one for one in sentences if f"``{field}``" in one), "")
+    told = re.sub(rf"^``{field}``(:| is) ", "", found)
+    return plain(told.replace("``", "").rstrip(";"), 240)

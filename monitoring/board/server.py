@@ -28,9 +28,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import FastAPI, Header, Response
+from fastapi import FastAPI, Header, Request, Response
 from fastapi import Path as PathParameter
-from nicegui import ui
+from fastapi.exceptions import RequestValidationError
+from nicegui import Client, ui
+from nicegui import app as nicegui_app
 from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -227,6 +229,13 @@ def make_app(model: Model, recorder: Recorder) -> FastAPI:
     def round_page(fragment: _RoundNumber, number: _RoundNumber) -> None:
         Frame(model, recorder, "/events", lambda frame: pages.RoundPage(frame, fragment, number))
 
+    async def no_page(request: Request, _: Exception) -> Response:
+        with Client(ui.page("", title="No such page · p2p-co2"), request=request) as client:
+            Frame(model, recorder, "", Page)
+        return client.build_response(request, 404)
+
+    nicegui_app.add_exception_handler(404, no_page)
+    nicegui_app.add_exception_handler(RequestValidationError, no_page)  # a number that is no round's
     # At its start NiceGUI asks every object of the process what it is, and torch's old names answer that they
     # are old: nothing that a user of the board could act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module="nicegui")

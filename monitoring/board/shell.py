@@ -28,6 +28,7 @@ from monitoring.charts import (
     Options,
     Palette,
     over_time,
+    scale_end,
 )
 from monitoring.columns import Column
 from monitoring.facts import SwarmFacts
@@ -55,8 +56,9 @@ _NOTHING = {
     ),
     "ended": ("Nothing was written", "The journals of this folder hold no event."),
     "over": ("The run is over", "Its peers had left before this board looked."),
+    "wrong": ("No such page", "This address leads nowhere on this board. Its pages are named above."),
 }
-"""The page while there is no peer to show."""
+"""The page while there is no peer to show, or at a wrong address."""
 
 
 Told = dict[str, tuple[str, str, str, str]]
@@ -64,9 +66,25 @@ Told = dict[str, tuple[str, str, str, str]]
 _HEADING = '<q-th :props="props" :title="props.col.title || null">{{ props.col.label }}</q-th>'
 _LINK = """
 <q-td :props="props"><a v-if="props.row.to" :href="props.row.to" class="b-link">{{ props.value }}</a>
-<template v-else>{{ props.value }}</template></q-td>
+<span v-else :title="props.row.title || null" :class="props.row.title && 'b-tap'">{{ props.value }}</span>
+</q-td>
 """
 """Of a table's first column: a row's address can be reached by keyboard too."""
+_OF = '<span class="b-of" :title="props.col.title || null">{{ props.col.label }}</span>'
+"""The heading of a cell, where a phone shows each row as lines."""
+_CELL = f'<q-td :props="props">{_OF}{{{{ props.value }}}}</q-td>'
+_BAR = f"""
+<q-td :props="props">{_OF}{{{{ props.value }}}}<div class="b-bar-of b-slim">
+<div class="b-bar-done" :style="{{width: props.row.bar + '%'}}"></div></div></q-td>
+"""
+_TELL = """
+document.addEventListener('click', event => {
+  const told = document.querySelector('.b-told');
+  const asked = matchMedia('(hover: none)').matches && event.target.closest('[title]');
+  if (told) told.innerText = asked ? asked.title : '';
+});
+"""
+"""Where no pointer can rest on a word, a tap explains it, until the next."""
 
 
 class Page:
@@ -171,17 +189,21 @@ class BoardTable:
 
     ``rows_a_page``: 0 for all. ``to``: the address that a click on a row, or the link in its first cell,
     opens, or "". ``search``: with a field for what rows must contain, in the first line of the card that the
-    table stands in. ``on_phone``: headings of the columns that a phone shows, all if there are none.
-    ``is_mine``: which rows are tinted."""
+    table stands in. ``on_phone``: headings of the columns that a phone shows. If there are none it shows all
+    of them, each row as lines. ``is_mine``: which rows are tinted. ``explain``: a row's first cell. ``bars``:
+    the heading of the column that has bars, and of which the largest come first."""
 
     def __init__(
         self, test_id: str, columns: Sequence[Column], rows_a_page: int = 25,
         to: Callable[[Any], str] = lambda row: "", search: bool = False,
         on_phone: Sequence[str] = (), is_mine: Callable[[Any], bool] = lambda row: False,
+        explain: Callable[[Any], str] = lambda row: "", bars: str = "",
     ) -> None:  # fmt: skip
         self._columns = columns
         self._to = to
         self._is_mine = is_mine
+        self._explain = explain
+        self._bars = next((str(place) for place, one in enumerate(columns) if one.heading == bars), "")
         made = [
             {"name": str(place), "label": one.heading, "field": str(place), "sortable": True,
              "align": "left" if one.unit.decimals < 0 else "right",
@@ -190,12 +212,18 @@ class BoardTable:
                 if on_phone and one.heading not in on_phone else {})}
             for place, one in enumerate(columns)
         ]  # fmt: skip
-        self._table = ui.table(columns=made, rows=[], row_key="key", pagination=rows_a_page or None)
+        shown = {"rowsPerPage": rows_a_page, "sortBy": self._bars or None, "descending": bool(self._bars)}
+        self._table = ui.table(columns=made, rows=[], row_key="key", pagination=shown)
+        if not on_phone:
+            self._table.classes("b-stack")
         self._table.props[":rows-per-page-options"] = f"[{rows_a_page}]"
         self._table.props(f'dense flat no-data-label="Nothing yet" data-testid={test_id}')
         self._table.props[":table-row-class-fn"] = "row => row.mine ? 'b-mine' : row.to ? 'b-leads' : ''"
         self._table.add_slot("header-cell", _HEADING)
+        self._table.add_slot("body-cell", _CELL)
         self._table.add_slot("body-cell-0", _LINK)
+        if self._bars:
+            self._table.add_slot(f"body-cell-{self._bars}", _BAR)
         if search:
             with ui.context.slot.parent.default_slot.children[0]:
                 block("b-grow")
@@ -214,10 +242,14 @@ class BoardTable:
                 "key": key,
                 "to": self._to(one),
                 "mine": self._is_mine(one),
+                "title": self._explain(one),
                 **{str(place): column.number(one) for place, column in enumerate(self._columns)},
             }
             for key, one in enumerate(told)
         ]
+        end = scale_end(row.get(self._bars) or 0.0 for row in rows)
+        for row in rows if self._bars else ():
+            row["bar"] = round(100 * min(1.0, max(0.0, row[self._bars] or 0.0) / end))
         if rows != self._table.rows:
             self._table.rows = rows
 
@@ -293,7 +325,7 @@ class _Header:
 
 class Frame:
     """One browser's view: header, banner, and the page's body or what stands in its place. Pages read
-    ``model``, ``history``, ``palette`` and ``look``."""
+    ``model``, ``history``, ``palette`` and ``look``. ``here``: one of ``PAGES``, or "" for none of them."""
 
     def __init__(self, model: Model, recorder: Recorder, here: str, make: Callable[[Frame], Page]) -> None:
         self.model = model
@@ -303,17 +335,19 @@ class Frame:
         self._recorder = recorder
         self._range_s: float | None = None
         self._make = make
-        self._needs_peers = here != "/run"  # who is alone needs the invitation most
+        self._here = here
         self._page: Page | None = None
         self._drawn_at = 0.0
         ui.add_css(CSS)
+        ui.add_head_html(f"<script>{_TELL}</script>")
         ui.colors(primary=BLUE)
         self._dark = ui.dark_mode(None)
         self._header = _Header(here, self._toggle_dark)
         with block("b-page"):  # Quasar puts it into the main landmark
-            text("b-hidden", dict(PAGES)[here], tag="h1")
+            text("b-hidden", dict(PAGES).get(here, "p2p-co2"), tag="h1")
             self._banner = text("b-banner", test_id="banner")
             self._body = ui.element("div").style("display:contents")
+        text("b-told", test_id="told").props("role=status")
         self._instead = ""
         self.tick()
         ui.timer(TICK_S, self.tick)
@@ -325,8 +359,12 @@ class Frame:
         facts = self.model.facts()
         self._header.set(facts)
         self._set_banner(facts)
-        if facts.nothing and (self._needs_peers or self.model.known.run is None):
-            self._show_nothing(facts)
+        if not self._here:
+            self._show_nothing("wrong", "")
+            return
+        # Who is alone needs the invitation most.
+        if facts.nothing and (self._here != "/run" or self.model.known.run is None):
+            self._show_nothing("empty" if facts.nothing == "connected" else facts.nothing, facts.how)
             return
         if self._page is None:
             self._instead = ""
@@ -389,12 +427,11 @@ class Frame:
         self._banner.text = said
         self._banner.visible = bool(said)
 
-    def _show_nothing(self, facts: SwarmFacts) -> None:
-        """Say why there is no swarm to show."""
-        kind = "empty" if facts.nothing == "connected" else facts.nothing
-        if self._instead == kind + facts.how:
+    def _show_nothing(self, kind: str, how: str) -> None:
+        """Say why there is no swarm to show, or no page."""
+        if self._instead == kind + how:
             return
-        self._instead = kind + facts.how
+        self._instead = kind + how
         self._page = None
         self._body.clear()
         big, small = _NOTHING.get(kind, ("Nothing to show", ""))
@@ -402,7 +439,7 @@ class Frame:
             block("b-pulse" if kind == "connecting" else "b-ring")
             text("b-big", big, tag="h2")
             text("b-sub", small)
-            text("b-sub", plain(facts.how, 400)).style("margin-top:10px")
+            text("b-sub", plain(how, 400)).style("margin-top:10px")
 
     def _toggle_dark(self) -> None:
         self._dark.value = self.palette is not DARK

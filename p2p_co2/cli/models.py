@@ -51,14 +51,15 @@ def evaluate(
     from p2p_co2.tensors.checkpoint.folder import load_agreed
     from p2p_co2.trained import Trained
 
-    loss = Trained.load(checkpoint, recipe, own_data(data, text, tokens)).held_out_loss()
+    loss, figures = Trained.load(checkpoint, recipe, own_data(data, text, tokens)).measured()
     if not as_json:
-        print(f"{loss:.4f}")
+        print("\n".join([f"{loss:.4f}", *(f"{name} {value:.6g}" for name, value in figures.items())]))
         return
     agreed = load_agreed(checkpoint)
     told = {
         "loss": loss if math.isfinite(loss) else None,
         "unit": "nats per token" if agreed.run.recipe == "byte-gpt" else "",
+        "figures": {name: value for name, value in figures.items() if math.isfinite(value)},
         "run": agreed.run.name, "round": agreed.position, "inner_steps": agreed.inner_steps,
         "checkpoint": str(agreed.path),
     }  # fmt: skip

@@ -139,8 +139,8 @@ def _check_value(name: str, value: Any) -> None:
     match value:
         case int() | float():
             most = _MOST.get(name, MAX_COUNT if isinstance(value, int) else MAX_REAL)
-            is_known_loss = name == "loss" and (math.isnan(value) or -MAX_REAL <= value < 0)
-            if not (0 <= value <= most or is_known_loss):  # written so that NaN is refused
+            is_measured = name in {"loss", "figures"} and (math.isnan(value) or -MAX_REAL <= value < 0)
+            if not (0 <= value <= most or is_measured):  # written so that NaN is refused
                 raise ValueError("an impossible number")
         case str():
             if len(value) > MAX_STRING:

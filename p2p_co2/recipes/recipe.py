@@ -116,7 +116,8 @@ class Recipe:
     seeds. ``loss(model, batch)``: a scalar to go backward from. ``tokens(batch)``: what the batch weighs in
     the mean. ``learning_rate(position)``: factor on the optimizer's own rates at this many rounds since the
     run began, the same for a newcomer. ``fits_swarm``: the rates are then multiplied by the root of the
-    number of peers in the last means. ``held_out(model)``: loss on data that nobody trains on.
+    number of peers in the last means. ``held_out(model)``: loss on data that nobody trains on,
+    or a mapping of figures, one of them "loss" (``recipes.measured``).
     ``glance(model)``: the same on a small slice, always the same one, for a look while training goes on
     (None: ``held_out``). ``optimizer(parameters)``: the inner optimizer, or a list of several (Muon for
     matrices, AdamW for the rest). ``generate(model, prompt, length, seed)``: text. ``default_batch``:
@@ -144,8 +145,8 @@ class Recipe:
     optimizer: Callable[[Iterable[nn.Parameter]], Any] = default_optimizer
     learning_rate: Callable[[float], float] = warm_up
     fits_swarm: bool = False
-    held_out: Callable[[nn.Module], float] | None = None
-    glance: Callable[[nn.Module], float] | None = None
+    held_out: Callable[[nn.Module], Any] | None = None
+    glance: Callable[[nn.Module], Any] | None = None
     generate: Callable[[nn.Module, str, int, int], str] | None = None
     default_batch: int = 8
     loader: Iterable[Any] | None = None

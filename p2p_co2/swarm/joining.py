@@ -174,8 +174,9 @@ def _join(
         bool, "Multiply the rates, one machine's, by the root of the number of peers in the last means."
     ] = False,
     evaluate: Annotated[
-        Callable[[nn.Module], float] | None,
-        "A held-out loss, measured on the agreed parameters now and then, for boards.",
+        Callable[[nn.Module], float | Mapping[str, float]] | None,
+        "A held-out loss, measured on the agreed parameters now and then, for boards; or a mapping of "
+        'figures, one of them "loss".',
     ] = None,
     journal: Annotated[bool, "Whether the folder gets an `events.jsonl`; it does if left out."] = True,
     on_event: Annotated[

@@ -1,5 +1,5 @@
 # Made by `make docs` from the code: declare an option on PeerConfig, or in swarm.joining._join.
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypedDict
 
@@ -22,8 +22,8 @@ class Options(TypedDict, total=False):
     "A factor on the optimizer's own rates at a position, in rounds. Left out: the rates are the program's."
     fits_swarm: bool
     "Multiply the rates, one machine's, by the root of the number of peers in the last means."
-    evaluate: Callable[[nn.Module], float] | None
-    "A held-out loss, measured on the agreed parameters now and then, for boards."
+    evaluate: Callable[[nn.Module], float | Mapping[str, float]] | None
+    "A held-out loss, measured on the agreed parameters now and then, for boards; or a mapping of figures, one of them \"loss\"."
     journal: bool
     "Whether the folder gets an `events.jsonl`; it does if left out."
     on_event: EventSink | None

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
 from p2p_co2.recipes.inner_step import make_step
+from p2p_co2.recipes.measured import Measured
 from p2p_co2.swarm.data import Place, Stopped, passes, warn_of_a_stream
 from p2p_co2.system.private import call_before_threads_end
 from p2p_co2.telemetry.journal import Journal
@@ -54,7 +55,7 @@ class Swarm:
     def __init__(
         self, peer: AnyPeer, model: nn.Module, optimizer: Optimizer,
         scaler: torch.amp.GradScaler | None = None, max_grad_norm: float | None = None,
-        evaluate: Callable[[nn.Module], float] | None = None,
+        evaluate: Callable[[nn.Module], Measured] | None = None,
         journal: Journal | None = None,
     ) -> None:  # fmt: skip
         self.peer = peer

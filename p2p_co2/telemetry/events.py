@@ -8,8 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, dataclass_transform
+
+_FIGURE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,39}")
+
+
+def check_figures(figures: Mapping[str, float], most: int = 16) -> None:
+    """Raise ``ValueError`` for more figures beside a loss, or other names, than a board draws."""
+    if len(figures) > most:
+        raise ValueError(f"more than {most} figures beside the loss")
+    if not all(isinstance(name, str) and _FIGURE.fullmatch(name) for name in figures):
+        raise ValueError("a figure's name is a letter and up to 39 more letters, digits, dots, - or _")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -255,6 +266,11 @@ class AgreedMeasured(Event):
     """This peer's own, as in ``Progress``."""
     duration_s: float
     """What measuring cost the training thread."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """What else was measured, by name; 16 at most."""
+
+    def __post_init__(self) -> None:
+        check_figures(self.figures)
 
 
 class CaughtUp(Event):

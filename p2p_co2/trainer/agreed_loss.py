@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from p2p_co2.recipes.measured import Measured
 from p2p_co2.trainer.ranks.peer import AnyPeer
 
 SHARE = 0.005
@@ -20,7 +21,7 @@ class AgreedLoss:
     it costs at most ``SHARE`` of the training thread's time. ``held_out``: loss of a model on a small slice
     that nobody trains on; None measures nothing."""
 
-    def __init__(self, held_out: Callable[[nn.Module], float] | None) -> None:
+    def __init__(self, held_out: Callable[[nn.Module], Measured] | None) -> None:
         self._held_out = held_out
         self._next_at = 0.0
         self._round = -1

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
+from p2p_co2.recipes.measured import Measured, measured
 from p2p_co2.system.governor import BY_HAND, Governor, WishFile
 from p2p_co2.system.owner import Owner
 from p2p_co2.system.process import StopSignals
@@ -311,18 +312,18 @@ class Peer:
         trainers = sorted((self.peer_id, *self._part.view.live_trainers()))
         return trainers[number % len(trainers)] == self.peer_id
 
-    def measure_agreed(self, held_out: Callable[[nn.Module], float]) -> float:
+    def measure_agreed(self, held_out: Callable[[nn.Module], Measured]) -> float:
         """Report the agreed parameters' loss, in whatever unit ``held_out`` gives it, as an event; how long
-        it took, seconds.
+        it took, seconds. It may give several figures (``recipes.measured``).
 
         They take the live ones' place in the model meanwhile, as in ``agreed``.
         """
         started_at = time.monotonic()
         with self.agreed() as model:
-            loss = float(held_out(model))
+            loss, more = measured(held_out(model))
         duration_s = time.monotonic() - started_at
         fields = {"loss": loss, "position": self._sync.position, "tokens": self._sync.figures.tokens}
-        self._part.report(ev.AgreedMeasured, {**fields, "duration_s": duration_s})
+        self._part.report(ev.AgreedMeasured, {**fields, "duration_s": duration_s, "figures": more})
         return duration_s
 
     def save(self) -> None:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, LocalProtocolError
+from p2p_co2.recipes.measured import Measured
 from p2p_co2.tensors.names import unwrapped
 from p2p_co2.tensors.pretrained import full_state
 from p2p_co2.tensors.sharding import reshard
@@ -276,7 +277,7 @@ class FollowingPeer:
             yield self._follower.model
         self._together("the end of agreed")
 
-    def measure_agreed(self, held_out: Callable[[nn.Module], float]) -> float:
+    def measure_agreed(self, held_out: Callable[[nn.Module], Measured]) -> float:
         """As ``Peer.measure_agreed``: rank 0's loss is reported, and the 0 seconds that this returns are
         nobody's."""
         with self.agreed() as model:
