@@ -15,6 +15,7 @@ from monitoring.board.shell import Frame, Tiles, Told, block, card, text
 from monitoring.facts import SILENT_AFTER_S, PeerFacts, RunState, SwarmFacts
 from monitoring.machine import GpuFacts, MachineFacts, ask_nvidia, read_machine
 from monitoring.words import clock, figure, of_fragment, percent, plain, size
+from p2p_co2.wire.names import words_of
 
 _NOT_HEARD = "it is still joining, and has said nothing of itself yet"
 _TONES = {RunState.HEALTHY: "good", RunState.ALONE: "odd", RunState.DEGRADED: "odd", RunState.LOST: "bad",
@@ -34,7 +35,7 @@ class OwnCard:
 
     def set(self, facts: SwarmFacts) -> None:
         peer = facts.own
-        name = plain(peer.label, 40) if peer is not None else f"~{facts.me[-6:]}"
+        name = plain(peer.label, 40) if peer is not None else words_of(facts.me)
         self._title.text = f"You: {name}"
         self._tiles.set(own_told(facts))
 

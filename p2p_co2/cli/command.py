@@ -7,7 +7,9 @@ number that a command returns is its exit status."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, fields, is_dataclass
 from enum import IntEnum
@@ -20,7 +22,7 @@ from bootstrap.options import says
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.peer_options import PeerOption, peer_options
-from p2p_co2.system.process import VARIABLES
+from p2p_co2.system.process import VARIABLES, say
 
 SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 FROM_ENVIRONMENT = {"auto_envvar_prefix": VARIABLES.rstrip("_")}
@@ -41,10 +43,25 @@ class PeerSettings(dict[str, Any]):
     """What was given of a peer's settings, by their options' names; None for what was not."""
 
 
+PATIENCE_S = 1.0
+"""So long a person waits without a word."""
 LOUDNESS = ContextVar("loudness", default=Loudness.NORMAL)
 """Of the command that runs."""
 LINE = ContextVar[Sequence[str]]("line", default=("p2p-co2",))
 """The command line as it was typed, the program first."""
+
+
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Say on stderr what is being done, if that takes longer than a second."""
+    timer = threading.Timer(PATIENCE_S, say, [f"{what} ..."])
+    timer.daemon = True
+    if LOUDNESS.get() is not Loudness.QUIET:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def add(
