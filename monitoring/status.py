@@ -13,15 +13,12 @@ from monitoring.terminal import FRAME_S, line
 from monitoring.words import plain
 from p2p_co2.telemetry.feed import Feed
 
-PATIENCE_S = 2.0
-"""After this a person wants to see what is known."""
-
 
 def look(feed: Feed, seconds: float, so_far: Callable[[str], None] = lambda words: None) -> SwarmFacts:
     """The facts of ``feed``, which it closes. ``so_far`` hears once, if it takes long, what is known by then
     and who has not answered. Raises ``TransportError`` if the run was not reached in ``seconds``."""
     answered_at = None
-    tells_at = time.monotonic() + PATIENCE_S
+    tells_at = time.monotonic() + 4 * FRAME_S
     with closing(follow(feed, FRAME_S, seconds)) as steps:
         for model, moments in steps:
             for _ in moments:
@@ -60,6 +57,5 @@ def _unanswered(model: Model) -> list[str]:
 
 def _still_waits_for(model: Model, seconds: float) -> str:
     names = [plain(model.known.label(peer), 40) for peer in _unanswered(model)]
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    who = f"; no answer yet from {', '.join(names[:8])}{more}" if names else ""
+    who = f"; no answer yet from {', '.join([*names[:8], '...'][: len(names)])}" if names else ""
     return f"{who} (waits {seconds:g} s at most: --seconds)"

@@ -31,7 +31,7 @@ from p2p_co2.errors import ConfigError, in_our_words
 from p2p_co2.rule_specs import AGGREGATION_RULES, OUTER_RULES, implied_rule
 from p2p_co2.system.governor import read_hours
 from p2p_co2.wire.limits import MAX_STAGES
-from p2p_co2.wire.names import MAX_NAME, is_name
+from p2p_co2.wire.names import is_name
 
 ApplyRule = Literal["keep", "co2", "blend", "eager"]
 CarrierName = Literal["auto", "grpc", "libp2p"]
@@ -454,7 +454,7 @@ class PeerConfig(_Frozen):
     @classmethod
     def _is_a_name(cls, name: str) -> str:
         if name and not is_name(name):
-            raise ValueError(f"at most {MAX_NAME} printable characters, none of them ~, no space at the ends")
+            raise ValueError("at most 32 printable characters, none of them ~, no space at the ends")
         return name
 
     @field_validator("folder")

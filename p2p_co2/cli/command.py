@@ -43,8 +43,11 @@ class PeerSettings(dict[str, Any]):
     """What was given of a peer's settings, by their options' names; None for what was not."""
 
 
-PATIENCE_S = 1.0
-"""So long a person waits without a word."""
+DOINGS = {
+    "eval": "measuring the loss on held-out data",
+    "model": "taking the model out of the checkpoint, or the swarm",
+}
+"""What commands do that say nothing for long."""
 LOUDNESS = ContextVar("loudness", default=Loudness.NORMAL)
 """Of the command that runs."""
 LINE = ContextVar[Sequence[str]]("line", default=("p2p-co2",))
@@ -52,11 +55,11 @@ LINE = ContextVar[Sequence[str]]("line", default=("p2p-co2",))
 
 
 @contextmanager
-def telling(what: str) -> Iterator[None]:
+def _telling(what: str) -> Iterator[None]:
     """Say on stderr what is being done, if that takes longer than a second."""
-    timer = threading.Timer(PATIENCE_S, say, [f"{what} ..."])
-    timer.daemon = True
-    if LOUDNESS.get() is not Loudness.QUIET:
+    timer = threading.Timer(1.0, say, [f"{what} ..."])
+    if what and LOUDNESS.get() is not Loudness.QUIET:
+        timer.daemon = True
         timer.start()
     try:
         yield
@@ -82,7 +85,8 @@ def add(
         for one, parts in whole.items():
             if one not in given:
                 given[one] = given_to[one].annotation(**{part.name: given.pop(part.name) for part in parts})
-        status = run(**given)
+        with _telling(DOINGS.get(name, "")):
+            status = run(**given)
         if status is not None:
             raise typer.Exit(status)
 

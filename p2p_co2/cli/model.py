@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from bootstrap.options import OwnRecipe, says
-from p2p_co2.cli.command import telling
 from p2p_co2.cli.models import checkpoint_of
 from p2p_co2.ticket import PREFIX, read_ticket
 
@@ -32,32 +31,21 @@ def model(
     ] = None,
 ) -> None:
     """Write the trained model as safetensors that from_pretrained loads."""
-    source = read_ticket(source)
-    is_swarm = source.startswith(PREFIX)
-    what = (
-        "joining the swarm for a moment, to take the model that it agrees on"
-        if is_swarm
-        else f"reading {source}"
-    )
-    with telling(what):
-        notes = _written(source, is_swarm, out, recipe, base)
-    for note in notes:
-        print(f"note: {note}")
-    print(f"written to {out}")
-
-
-def _written(source: str, is_swarm: bool, out: Path, recipe: str, base: Path | None) -> list[str]:
-    """As ``write_model``."""
     from p2p_co2.trained import refuse_used, write_model
 
     refuse_used(out)
-    if not is_swarm:
-        return write_model(checkpoint_of(Path(source)), out, recipe, base)
-    from p2p_co2.trainer.gather import gather_swarm
+    source = read_ticket(source)
+    if source.startswith(PREFIX):
+        from p2p_co2.trainer.gather import gather_swarm
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as place:
-        whole = Path(place) / "checkpoint"
-        taken = gather_swarm(source, whole, recipe)
-        print(f"the model of {taken[0].came_to}, as the swarm agrees on it", flush=True)
-        return write_model(whole, out, recipe, base)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as place:
+            whole = Path(place) / "checkpoint"
+            taken = gather_swarm(source, whole, recipe)
+            print(f"the model of {taken[0].came_to}, as the swarm agrees on it", flush=True)
+            notes = write_model(whole, out, recipe, base)
+    else:
+        notes = write_model(checkpoint_of(Path(source)), out, recipe, base)
+    for note in notes:
+        print(f"note: {note}")
+    print(f"written to {out}")

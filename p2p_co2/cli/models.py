@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from bootstrap.options import OwnRecipe, says
-from p2p_co2.cli.command import telling
 from p2p_co2.cli.options import OwnData, OwnText, OwnTokens, own_data
 
 
@@ -49,11 +48,10 @@ def evaluate(
 ) -> None:
     """Held-out loss of a checkpoint, as its recipe measures it (byte-gpt: nats per token), on Python's own
     text unless other data is named."""
-    with telling(f"measuring the held-out loss of {checkpoint}"):
-        from p2p_co2.tensors.checkpoint.folder import load_agreed
-        from p2p_co2.trained import Trained
+    from p2p_co2.tensors.checkpoint.folder import load_agreed
+    from p2p_co2.trained import Trained
 
-        loss = Trained.load(checkpoint, recipe, own_data(data, text, tokens)).held_out_loss()
+    loss = Trained.load(checkpoint, recipe, own_data(data, text, tokens)).held_out_loss()
     if not as_json:
         print(f"{loss:.4f}")
         return

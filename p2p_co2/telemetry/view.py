@@ -499,7 +499,19 @@ class SwarmView:
         if (numbered(teller.stage, event.fragment), event.round) in self.counted_before:
             return
         self.counted_rounds += 1
-        for peer, weight in event.weights.items():
+        self._add_work(event.weights)
+
+    def count_again(self, before: Mapping[str, float], rounds: set[tuple[int, int]]) -> None:
+        """Work was counted before this view began: in these ``rounds``, so much by peer."""
+        self.counted = dict(before)
+        self.counted_before = rounds
+        seen = [one.weights for place, one in self.rounds.items() if one.weights and place not in rounds]
+        self.counted_rounds = len(rounds) + len(seen)
+        for weights in seen:
+            self._add_work(weights)
+
+    def _add_work(self, weights: Mapping[str, float]) -> None:
+        for peer, weight in weights.items():
             if math.isfinite(weight) and weight > 0:
                 _keep(self.counted, peer, self.counted.get(peer, 0.0) + weight)
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 
-MAX_NAME = 32
-"""Characters of a name."""
 _ADJECTIVES = (
     "able amber bold brave brief bright brisk broad busy calm civil clean clear clever cool coral crisp deep "
     "dry eager early easy even fair fast fine firm fond fresh frank full gentle glad golden good grand green "
@@ -36,5 +34,4 @@ def words_of(peer: str) -> str:
 
 def is_name(text: str) -> bool:
     """Whether a peer may be called that. ``~`` stands before the end of an id."""
-    is_bounded = 0 < len(text) <= MAX_NAME and text.strip() == text
-    return is_bounded and text.isprintable() and "~" not in text
+    return 0 < len(text) <= 32 and text.strip() == text and text.isprintable() and "~" not in text
