@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 from pathlib import Path
 
 from monitoring.board.server import run_activated
@@ -30,6 +31,9 @@ def main() -> int:
     given = parser.parse_args()
     end_with_parent(os.getppid())
     listener, relay = take_over(given.listener_fd, given.relay_fd)
+    give_way = threading.Timer(30.0, os.setpriority, (os.PRIO_PROCESS, os.getpid(), 10))
+    give_way.daemon = True  # to the training beside it, but for the first page
+    give_way.start()
     if given.source == "peer":
         feed = RelayedFeed(relay, given.journal.parent if given.journal is not None else None)
         return run_activated(feed, listener, given.history, feed.gone, given.journal)

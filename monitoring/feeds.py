@@ -229,7 +229,7 @@ class RelayedFeed(Feed):
                 self.state = FeedState("lost", str(error))
                 return
             self.me = message.peers[0]
-            self.place = f"seen by peer ~{self.me[-6:]} of this machine"
+            self.place = "seen by the peer of this machine"
             self._poller = Poller(self.run.digest())
         others = message.peers[1:] if now - self._watched_at < QUIET_S else []
         self._poller.listed([PeerId(peer) for peer in (self.me, *others)], now)

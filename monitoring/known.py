@@ -20,6 +20,7 @@ from p2p_co2.protocol.reports import ASKS_PER_S
 from p2p_co2.telemetry.feed import FeedState, Sighting
 from p2p_co2.telemetry.view import Outcomes, PeerRecord, SwarmView
 from p2p_co2.wire.limits import MAX_FRAGMENTS
+from p2p_co2.wire.names import words_of
 
 BEHIND_ROUNDS = 2.0
 """A peer that lags so far is not where the run is."""
@@ -46,7 +47,7 @@ class Known:
         return self.sightings.get(peer.peer) or Sighting(peer.peer)
 
     def label(self, peer: str) -> str:
-        return self.labels.get(peer) or f"~{peer[-6:]}"
+        return self.labels.get(peer) or words_of(peer)
 
     @cached_property
     def labels(self) -> Mapping[str, str]:

@@ -149,12 +149,14 @@ class Recorder:
         self._said_at: dict[str, float] = {}
         self._batch = Batch(-math.inf)
         self._agreed: ev.AgreedMeasured | None = None
-        self._sampled_until = history.span()[1]
+        self._sampled_until = 0.0
         """Samples up to then (unix seconds) are kept already: a feed tells old events again."""
-        view = model.view
-        view.counted.update(history.counted())
-        view.counted_before = history.counted_rounds()
-        view.counted_rounds = len(view.counted_before)
+        self.begin()
+
+    def begin(self) -> None:
+        """Go on where the history ends; again if that has been given a past."""
+        self._sampled_until = self.history.span()[1]
+        self._model.view.count_again(self.history.counted(), self.history.counted_rounds())
 
     def see(self, events: Sequence[ev.Event]) -> None:
         """The events of one of the model's moments."""

@@ -146,7 +146,7 @@ def _peer_facts(known: Known, peer: PeerRecord, state: str, reason: str) -> Peer
     carriers = Counter(carrier[:16] for carrier in peer.open_links.values()) if online else Counter()
     carriers.update([known.reached[peer.peer][:16]] if state == "reached" else ())
     return PeerFacts.model_construct(
-        peer=peer.peer, label=known.label(peer.peer), name=peer.start.name, state=state, reason=reason,
+        peer=peer.peer, label=known.label(peer.peer), name=peer.name, state=state, reason=reason,
         stage=stage, device=peer.start.device, software=peer.start.software, joined_at=peer.first_seen_at,
         last_seen_at=peer.last_seen_at, clock_offset_s=sighting.clock_offset_s,
         answer_s=sighting.round_trip_s, tokens=totals.tokens,

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.view import SwarmView
+from p2p_co2.wire.names import words_of
 
 UNKNOWN = "-"
 LEFT_PREFIX = "left: "
@@ -42,7 +43,8 @@ MISSED = {
 """Why a peer's slice is not in a mean, by the reason of ``events.SliceMissed``: what happened, and what to
 do."""
 _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
-"""A peer id in running text: its end tells peers apart and leaves room for the rest."""
+"""A peer id in running text: a name leaves room for the rest."""
+_NOBODY: Mapping[str, str] = {}
 
 
 def loss_unit(recipe: str) -> str:
@@ -50,10 +52,10 @@ def loss_unit(recipe: str) -> str:
     return "nats per token" if recipe == "byte-gpt" else ""
 
 
-def plain(text: str, limit: int = 120) -> str:
+def plain(text: str, limit: int = 120, labels: Mapping[str, str] = _NOBODY) -> str:
     """``text`` on one line, without control characters (an escape sequence in a name could rewrite a
-    terminal)."""
-    text = _PEER_ID.sub(lambda found: f"~{found[0][-6:]}", text)
+    terminal), and with what peers are called in the place of their ids."""
+    text = _PEER_ID.sub(lambda found: labels.get(found[0]) or words_of(found[0]), text)
     clean = "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
 
@@ -184,7 +186,7 @@ def describe(event: ev.Event, labels: Mapping[str, str], stage: int | None = Non
     line). ``stage``: that its writer holds, in a run with several."""
 
     def name(peer: str) -> str:
-        return plain(labels.get(peer, f"~{peer[-6:]}"), 24)
+        return plain(labels.get(peer) or words_of(peer), 24)
 
     me = name(event.peer)
     key = ""
@@ -219,7 +221,7 @@ def describe(event: ev.Event, labels: Mapping[str, str], stage: int | None = Non
         case _:
             key, words = _of_round(event, me, stage)
             words = words or _of_itself(event, me)
-    return key or words, plain(words)
+    return key or words, plain(words, labels=labels)
 
 
 def of_fragment(fragment: int, stage: int | None) -> str:

@@ -33,6 +33,7 @@ from p2p_co2.rule_specs import AGGREGATION_RULES, OUTER_RULES, implied_rule
 from p2p_co2.system.governor import read_hours
 from p2p_co2.system.owner import SENSES, read_words
 from p2p_co2.wire.limits import MAX_STAGES
+from p2p_co2.wire.names import is_name
 
 ApplyRule = Literal["keep", "co2", "blend", "eager"]
 CarrierName = Literal["auto", "grpc", "libp2p"]
@@ -416,9 +417,7 @@ class PeerConfig(_Frozen):
         Path,
         Option(help="Keeps identity, checkpoints and events; one for each run, if absent. ~ is your home."),
     ] = Path("runs/peer")
-    name: Annotated[str, Option(help="What others see beside the peer's id.")] = Field(
-        default="", max_length=64
-    )
+    name: Annotated[str, Option(help="What others call this peer; two words of its key, if absent.")] = ""
     device: Annotated[
         str, Option(in_program=False, help="auto (a GPU if torch can use one), cpu, cuda or cuda:1.")
     ] = "auto"
@@ -476,6 +475,13 @@ class PeerConfig(_Frozen):
         ),
     ] = Field(default="", max_length=128)  # fmt: skip
     limits: LimitsConfig = LimitsConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_name(cls, name: str) -> str:
+        if name and not is_name(name):
+            raise ValueError("at most 32 printable characters, none of them ~, no space at the ends")
+        return name
 
     @field_validator("folder")
     @classmethod
@@ -538,7 +544,8 @@ def _write_table(lines: list[str], prefix: str, table: dict[str, Any]) -> None:
 
 def _read(kind: type[_Config], path: Path) -> _Config:
     try:
-        table = tomllib.loads(saved_text(path))
+        text = saved_text(path)
+        table = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(str(path), "", "no such file") from None
     except UnicodeDecodeError:
@@ -550,7 +557,37 @@ def _read(kind: type[_Config], path: Path) -> _Config:
     try:
         return kind.model_validate(table)
     except ValidationError as error:
-        raise ConfigError.of_all(_config_errors(str(path), kind, error)) from None
+        raise ConfigError.of_all(_config_errors(str(path), kind, error, text)) from None
+
+
+def _config_errors(
+    where: str, kind: type[BaseModel], error: ValidationError, text: str = ""
+) -> list[ConfigError]:
+    return [
+        ConfigError(where, ".".join(place), told, _line_of(text, place))
+        for place, told in problems_of(kind, error).items()
+    ]
+
+
+def _line_of(text: str, place: Sequence[str]) -> int:
+    """The line of a TOML file in which the key or table at ``place`` is; 0 if none is."""
+    table: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[([^\[\]]+)\]", line):
+            here = table = _parts(header[1])
+            is_it = here == list(place)
+        elif key := re.match(r"\s*([^=#]+?)\s*=", line):
+            here = table + _parts(key[1])
+            is_it = here == list(place[: len(here)])  # of an inline table that of its key
+        else:
+            continue
+        if is_it:
+            return number
+    return 0
+
+
+def _parts(dotted: str) -> list[str]:
+    return [part.strip().strip("\"'") for part in dotted.split(".")]
 
 
 def problems_of(kind: type[BaseModel], error: ValidationError) -> dict[tuple[str, ...], str]:
@@ -583,7 +620,3 @@ def _keys(kind: type[BaseModel], tables: Sequence[str]) -> list[str]:
             return []
         kind = inner
     return list(kind.model_fields)
-
-
-def _config_errors(where: str, kind: type[BaseModel], error: ValidationError) -> list[ConfigError]:
-    return [ConfigError(where, ".".join(place), told) for place, told in problems_of(kind, error).items()]

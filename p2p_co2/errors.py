@@ -28,14 +28,15 @@ class P2PCo2Error(Exception):
 
 class ConfigError(P2PCo2Error):
     """The user's input is wrong. ``where`` is the file (or "command line"), ``key`` the dotted key,
-    ``problem`` what is wrong and what would be right. Of several mistakes at once it is the first, and its
-    text has a line for each."""
+    ``problem`` what is wrong and what would be right. ``line``: of the file, 0 if it is not known. Of several
+    mistakes at once it is the first, and its text has a line for each."""
 
-    def __init__(self, where: str, key: str, problem: str) -> None:
+    def __init__(self, where: str, key: str, problem: str, line: int = 0) -> None:
         self.where = where
         self.key = key
         self.problem = problem
-        super().__init__(f"{where}: {key}: {problem}" if key else f"{where}: {problem}")
+        place = f"{where}, line {line}" if line else where
+        super().__init__(f"{place}: {key}: {problem}" if key else f"{place}: {problem}")
 
     @classmethod
     def of_all(cls, errors: Sequence[ConfigError]) -> ConfigError:

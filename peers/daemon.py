@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,7 +18,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol, Self
 
-from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.config import OWN_LOOP, PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.net.transport.addresses import is_loopback
 from p2p_co2.node.peer_finder import ALONE
@@ -26,6 +27,7 @@ from p2p_co2.system.process import StopSignals, claim, end_with_parent, require_
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.telemetry.watch import Watch
+from p2p_co2.ticket import line_to_join
 from peers.doctor.findings import Grade
 from peers.doctor.machine import look_at_machine
 
@@ -88,34 +90,39 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: PeerWatch) ->
     end_with_parent(options.parent)
     _look_first(options.config, watch.say)
     options = replace(options, config=_on_a_device(options.config, watch.say))
-    _look_into_folder(options)
+    is_new = _look_into_folder(options)
     with Journal(options.config.folder / "events.jsonl") as journal:
 
         def on_event(event: Event) -> None:
             journal.write(event)
             watch.see([event])
-            if isinstance(event, PeerStarted) and event.resumed_from:
+            if isinstance(event, PeerStarted):
+                watch.say(f"called {event.name}")
                 at = f"step {event.inner_steps}, round {event.position:.2f}"
-                watch.say(f"resumed from {event.resumed_from}: {at}")
+                if event.resumed_from:
+                    watch.say(f"resumed from {event.resumed_from}: {at}")
             if isinstance(event, Warned) and event.text == ALONE:
                 watch.say(f"to invite somebody: p2p-co2 join {options.ticket}")
 
-        _join_and_train(options, running, on_event, watch)
+        _join_and_train(options, running, on_event, watch, is_new)
         if journal.failed:
             watch.say(f"warning: {journal.failed}")
 
 
-def _look_into_folder(options: JoinOptions) -> None:
-    """What would end the peer once it has found the swarm, before it looks for it."""
+def _look_into_folder(options: JoinOptions) -> bool:
+    """What would end the peer once it has found the swarm, before it looks for it. Returns whether nothing
+    was in the folder."""
     from p2p_co2.tensors.checkpoint.folder import has_checkpoint
 
     folder = options.config.folder
+    is_new = not folder.is_dir() or {path.name for path in folder.iterdir()} <= {"lock"}
     claim(folder)
     if options.resume and options.start_over:
         raise ConfigError.of_option("--start-over", "begins anew, and --resume does not; leave one out")
     if options.resume and not has_checkpoint(folder / "checkpoint"):
         problem = f"{folder} has no checkpoint; leave it out, or name another --folder"
         raise ConfigError.of_option("--resume", problem)
+    return is_new
 
 
 def _look_first(config: PeerConfig, say: Callable[[str], None]) -> None:
@@ -178,8 +185,9 @@ class _Running(StopSignals):
 
 
 def _join_and_train(
-    options: JoinOptions, running: _Running, on_event: Callable[[Event], None], watch: PeerWatch
+    options: JoinOptions, running: _Running, on_event: Callable[[Event], None], watch: PeerWatch, is_new: bool
 ) -> None:
+    """``is_new``: whether the folder goes again if the run is refused."""
     import torch
 
     from p2p_co2.recipes import load_run_recipe
@@ -189,19 +197,31 @@ def _join_and_train(
     watch.say("looking for the swarm ...")
     connection = connect(options.ticket, options.config, on_event)
     try:
-        watch.know(connection.run)
-        if options.config.board:
-            watch.say(f"board: {connection.board or missing('board')}")
-        watch.say(
-            f'run "{connection.run.name}", recipe {connection.run.recipe}; kept in {connection.config.folder}'
-        )
-        if opened := what_is_opened(options.config):
-            watch.say(opened)
-        recipe = load_run_recipe(connection.run, options.recipe, options.data)
-        watch.say(f"trains on: {_what_is_trained_on(connection.run, options)}")
+        try:
+            watch.know(connection.run)
+            _refuse_own_loop(connection.run, options.ticket)
+            if options.config.board:
+                watch.say(f"board: {connection.board or missing('board')}")
+            what = f'run "{connection.run.name}", recipe {connection.run.recipe}'
+            watch.say(f"{what}; kept in {connection.config.folder}")
+            if opened := what_is_opened(options.config):
+                watch.say(opened)
+            recipe = load_run_recipe(connection.run, options.recipe, options.data)
+            watch.say(f"trains on: {_what_is_trained_on(connection.run, options)}")
+        except ConfigError:
+            if is_new:
+                shutil.rmtree(connection.config.folder, ignore_errors=True)
+            raise
         _train(connection, recipe, options, running)
     finally:
         connection.close()
+
+
+def _refuse_own_loop(run: RunConfig, ticket: str) -> None:
+    """Raises ``ConfigError`` for a run that ``join`` cannot train."""
+    if run.recipe == OWN_LOOP:
+        cure = f"get that from the organiser, and start it: {line_to_join(ticket, run)}"
+        raise ConfigError(f'run "{run.name}"', "", f"is trained by a program of its own; {cure}")
 
 
 def _what_is_trained_on(run: RunConfig, options: JoinOptions) -> str:

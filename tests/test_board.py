@@ -3,6 +3,7 @@ and who may look."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import math
@@ -323,7 +324,8 @@ def test_a_board_waits_for_a_peer_that_answers_late_and_has_its_past(
         if clock[0] > 40.0:
             feed.me, feed.run = "me", RUN
 
-    async def served(model: object, history: BoardHistory, *of_no_interest: object) -> None:
+    async def served(model: object, history: BoardHistory, *others: Any) -> None:
+        await asyncio.to_thread(others[-1])
         told.extend(rows(history))
 
     told: list[tuple[float, float]] = []

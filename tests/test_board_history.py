@@ -226,28 +226,40 @@ def test_a_time_that_no_history_can_hold_does_not_stop_the_board(tmp_path: Path)
 
 
 BROKEN = """
-import asyncio
-from monitoring.board.server import BoardPlace, listening_socket, serve
+import asyncio, threading, urllib.request
+from monitoring.board.server import BoardPlace, address, listening_socket, serve
 from monitoring.history import BoardHistory
 from monitoring.model import Model
 from tests.made_swarm import MadeFeed, MadeSwarm
 
+looked = threading.Event()
+
 class Broken(MadeFeed):
     def take(self):
-        raise RuntimeError("a fault of ours")
+        if looked.is_set():
+            raise RuntimeError("a fault of ours")
+        return super().take()
 
 async def main():
     model, place = Model(Broken(MadeSwarm(2, start_at=1.8e9))), BoardPlace()
+    bound = listening_socket(place)
+
+    def recall():
+        with urllib.request.urlopen(address(place, bound), timeout=100) as page:
+            print("a page before the past:", page.status)
+        looked.set()
+
     async with asyncio.timeout(120):
-        await serve(model, BoardHistory(None), listening_socket(place))
+        await serve(model, BoardHistory(None), bound, recall=recall)
 
 asyncio.run(main())
 """
 
 
-def test_a_board_that_can_learn_nothing_new_ends_aloud() -> None:
+def test_a_board_shows_itself_before_its_past_and_ends_aloud_when_it_can_learn_nothing_new() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", BROKEN], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
     )
     assert ended.returncode == 1
+    assert "a page before the past: 200" in ended.stdout
     assert "RuntimeError: a fault of ours" in ended.stderr

@@ -67,7 +67,21 @@ def _printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def test_version(printed: Callable[..., str]) -> None:
-    assert printed("--version") == f"p2p-co2 {__version__}\n"
+    assert printed("--version") == printed("version") == f"p2p-co2 {__version__}\n"
+
+
+def test_help_explains_a_command_as_its_own_option_does(printed: Callable[..., str]) -> None:
+    assert printed("help", "pause") == printed("pause", "-h")
+    assert printed("help") == printed("-h")
+
+
+@pytest.mark.parametrize("command", ["status", "board", "watch", "metrics"])
+def test_what_holds_no_run_is_refused_with_what_to_do(tmp_path: Path, refused: Refused, command: str) -> None:
+    (tmp_path / "empty").mkdir()
+    options = ["--tensorboard", str(tmp_path / "there")] if command == "metrics" else []
+    words = "holds neither a run's journals nor a ticket; name a peer's, a seed's or a demo's folder"
+    refused([command, str(tmp_path / "empty"), *options], words)
+    refused([command, str(tmp_path / "gone"), *options], "is neither a ticket, nor a folder, nor what a peer")
 
 
 def test_the_default_run_file_is_the_defaults(printed: Callable[..., str]) -> None:

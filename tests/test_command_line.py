@@ -178,14 +178,15 @@ def test_all_mistakes_of_a_file_are_told_at_once(tmp_path: Path, capsys: pytest.
         'fragmnets = 3\nseed = 1.5\nname = "my run"\nrecipe_options = {width = []}\nclock = 3\n'
         '[codec]\nname = "int5"\n[outer]\nlr = 0.0\nmomentum = 1.0\nrule = "kept"\nlrr = 1\n'
     )
-    keys = {
-        "fragmnets", "seed", "name", "recipe_options.width", "clock", "codec.name", "outer.lr",
+    keys = [
+        "fragmnets", "seed", "name", "recipe_options.width", "clock", "", "codec.name", "", "outer.lr",
         "outer.momentum", "outer.rule", "outer.lrr",
-    }  # fmt: skip
+    ]  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         read_run_config(run_file)
     lines = str(caught.value).splitlines()
-    assert {line.removeprefix(f"{run_file}: ").partition(":")[0] for line in lines} == keys
+    told = {tuple(line.removeprefix(f"{run_file}, ").split(": ")[:2]) for line in lines}
+    assert told == {(f"line {number}", key) for number, key in enumerate(keys, 1) if key}
     assert cli.main(["plan", str(run_file)]) == 2
     assert capsys.readouterr().err.splitlines() == [f"error: {line}" for line in lines]
     peer_file = tmp_path / "peer.toml"

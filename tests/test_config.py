@@ -58,6 +58,8 @@ def test_a_wrong_run_file_names_file_key_and_cure(tmp_path: Path, text: str, key
     assert (caught.value.where, caught.value.key) == (str(path), key)
     assert words in caught.value.problem
     assert "\n" not in str(caught.value)
+    line = text[: text.rindex(key.rpartition(".")[2])].count("\n") + 1 if key else 0
+    assert str(caught.value).startswith(f"{path}, line {line}: " if line else f"{path}: ")
 
 
 def test_files_that_are_not_there_or_not_text_or_not_readable(tmp_path: Path) -> None:

@@ -49,8 +49,7 @@ def test_a_swarm_in_stages_is_gathered_while_it_trains_and_goes_on(
         made = recipe.whole_model(run)
         load_model(made, tmp_path / "model" / "model.safetensors")
         assert recipe.held_out(made) < recipe.held_out(recipe.whole_model(run)) - 0.1
-        visitors = [{event.other for event in swarm.events(name, PeerJoined)} for name in names]
-        assert [len(some) for some in visitors] == [2, 2]  # each group has met its own, of both commands
+        assert not [name for name in names if swarm.events(name, PeerJoined)], "visitors are no peers"
         seen = [swarm.commits(name) for name in names]
         swarm.wait_until(
             "more rounds", lambda: all(swarm.commits(n) > 2 + at for n, at in zip(names, seen, strict=True))

@@ -29,6 +29,7 @@ class Loopback:
     """``PeerNetwork`` over gRPC on this machine; ``listed`` is what all of them find."""
 
     software = "test"
+    visits = False
 
     def __init__(self, name: str, listed: dict[str, PeerRecord]) -> None:
         self.identity, self.config, self.run = make_identity(name), PeerConfig(), RUN

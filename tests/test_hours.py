@@ -102,14 +102,18 @@ def pause_and_resume(swarm: Campaign, folder: Path) -> None:
     """Told twice it rests once; a pause outlives the process, and says so."""
     name = folder.name
     began_at = time.time()
-    told = partial(subprocess.run, check=True, capture_output=True, text=True, env=os.environ | environment())
+    here = {"P2P_CO2_FOLDER": str(folder)}
+    told = partial(
+        subprocess.run, check=True, capture_output=True, text=True, env=os.environ | environment() | here
+    )
     for _ in range(2):
-        assert "rests from its next inner step on (process " in told(console("pause", str(folder))).stdout
+        assert "rests from its next inner step on (process " in told(console("pause", name)).stdout
     rests = swarm.wait_for(name, Paused, since=began_at)
     assert rests.reason == "paused by hand"
     assert swarm.events(name, CheckpointSaved), "it may be switched off now"
     steps = swarm.events(name, Progress)[-1].inner_steps
-    told(console("resume", str(folder)))
+    told(console("resume", name))
+    assert f"{name}, {folder}: " in told(console("status")).stdout
     goes_on = swarm.wait_for(name, Resumed, since=rests.at)
     assert [one.inner_steps for one in swarm.events(name, Progress) if one.at < goes_on.at][-1] == steps
     assert len(swarm.events(name, Paused, began_at)) == 1
@@ -117,8 +121,10 @@ def pause_and_resume(swarm: Campaign, folder: Path) -> None:
     told(console("pause", str(folder)))
     swarm.wait_for(name, Paused, since=goes_on.at)
     (peer,) = [child for child in swarm.running() if child.name == name]
-    swarm.interrupt(peer)
+    peer.asked_to_end = True
+    assert f"{name}, the peer in {folder}, leaves (process " in told(console("leave", name)).stdout
     assert swarm.wait([peer], 60.0)
+    assert swarm.events(name, PeerFinished)[-1].reason == "stopped"
     again = swarm.start("again", console("join", swarm.ticket, "--folder", str(folder), "--recipe", RECIPE))
     again.asked_to_end = True
     swarm.wait_until("is told", lambda: "was paused before" in again.log.read_text())

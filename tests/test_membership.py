@@ -119,6 +119,9 @@ def test_nobody_is_taken_for_gone_because_others_beat_more_slowly() -> None:
         Status(versions=[1], digests=[b"short"]),
         Status(versions=[1] * 300),
         Status(versions=[2**48 + 1]),
+        Status(name="n" * 33),
+        Status(name="an\u202ena"),
+        Status(name="anna~abcdef"),
     ],
     ids=lambda status: str(status)[:40].replace("\n", " "),
 )

@@ -29,7 +29,7 @@ import p2p_co2
 from p2p_co2.cli import main as cli
 from p2p_co2.config import OWN_LOOP, ClockConfig, PeerConfig, RunConfig
 from p2p_co2.recipes import load_recipe, recipe_digest
-from p2p_co2.telemetry.events import Event, FragmentApplied
+from p2p_co2.telemetry.events import Event, FragmentApplied, PeerJoined
 from p2p_co2.tensors.checkpoint.folder import load_agreed, save
 from p2p_co2.tensors.checkpoint.layout import KEPT, keep_layout
 from p2p_co2.tensors.fragments import plan_fragments
@@ -273,7 +273,10 @@ def test_the_ticket_of_an_own_loop_needs_a_recipe_that_makes_its_model_and_its_f
         config = PeerConfig(folder=tmp_path / "peer", board=False)
         seen = list[Event]()
         with p2p_co2.join(running.ticket, model, optimizer, config, seen.append) as peer:
-            commands = {"bare": [], "named": ["--recipe", recipe]}
+            bare = ["model", running.ticket, "--out", str(out)]
+            never = tmp_path / "never"
+            commands = {"bare": bare, "named": [*bare, "--recipe", recipe]}
+            commands["join"] = ["join", running.ticket, "--no-board", "--folder", str(never)]
             ends_at = time.monotonic() + START_S
             asked_for = list[Any]()
             while not asked_for or any(one.poll() is None for one in asked_for):
@@ -285,10 +288,14 @@ def test_the_ticket_of_an_own_loop_needs_a_recipe_that_makes_its_model_and_its_f
                 peer.step(WORDS.numel(), loss)
                 rounds = sum(isinstance(event, FragmentApplied) for event in seen)
                 for name in commands if rounds >= 4 and not asked_for else ():
-                    command = [sys.executable, "-m", "p2p_co2.cli", "model", running.ticket]
-                    asked_for.append(running.start(name, [*command, "--out", str(out), *commands[name]]))
+                    command = [sys.executable, "-m", "p2p_co2", *commands[name]]
+                    asked_for.append(running.start(name, command))
         statuses = [running.processes[name].wait() for name in commands]
-    assert statuses == [2, 0], [running.log(name) for name in commands]
+    assert statuses == [2, 0, 2], [running.log(name) for name in commands]
+    assert not any(isinstance(event, PeerJoined) for event in seen), "visitors are no peers"
+    assert "get that from the organiser, and start it: P2P_CO2_TICKET=p2pco2-" in running.log("join")
+    assert not never.exists()
+    assert "taking the model out of the checkpoint, or the swarm ..." in running.log("named")
     assert "trained by programs of their own; name a recipe file" in running.log("bare")
     assert "a peer's checkpoint folder goes out without one" in running.log("bare")
     assert loss_of(AutoModelForCausalLM.from_pretrained(out)) < loss_of(gpt2()) - 0.01

@@ -490,6 +490,7 @@ def test_the_verdict_comes_first_and_a_check_exits_by_it(
     plan, text = make_plan(asked), StringIO()
     print_plan(plan, Console(file=text, width=200))
     assert text.getvalue().startswith(f"{word}: peers compute for ")
+    assert ("advised" in text.getvalue()) == (word == "no")
     said: list[str] = []
     assert run_plan(asked, said.append, is_brief=True) == 0
     assert run_plan(replace(asked, check=True), said.append, is_brief=True) == status

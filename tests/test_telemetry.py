@@ -20,6 +20,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.events import EVENT_TYPES, Event, PeerLeft, Warned
 from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, Tail, read_events
 from p2p_co2.telemetry.view import MAX_DISTINCT, MAX_NOTABLE, OTHERS, SwarmView, recalled
+from p2p_co2.wire.names import is_name, words_of
 from tests.event_samples import aborted, applied, between, committed, fold, progress, sample, started
 
 # ---- the journal
@@ -214,6 +215,19 @@ def test_threads_write_whole_lines(tmp_path: Path) -> None:
 
 
 # ---- the view
+
+
+def test_a_peer_is_called_by_its_own_word_or_by_others_or_by_its_key() -> None:
+    view = SwarmView()
+    for peer, name in (("A", "anna"), ("B", "anna"), ("C", ""), ("D", "d\x1b[2J"), ("E", "d\u202eann")):
+        view.add(sample("peer_started", peer, 1.0, name=name))
+    heard = (("F", "fritz"), ("A", "another"), ("G", ""))
+    for other, name in heard:
+        view.add(ev.PeerJoined(at=2.0, peer="C", other=other, name=name))
+    words = {peer: words_of(peer) for peer in "CDEG"}
+    assert view.labels() == {"A": "anna~A", "B": "anna~B", "F": "fritz"} | words
+    assert all(is_name(word) for word in words.values())
+    assert len({words_of(str(number)) for number in range(400)}) > 360
 
 
 def test_what_is_recalled_folds_to_the_same_peer() -> None:

@@ -193,9 +193,9 @@ def test_the_own_row_comes_first_and_then_whose_work_was_counted() -> None:
     last = shown(text)[shown(text).rindex("demo  this machine's peer") :].splitlines()
     assert "round 2.9 of 6 (3:09 left)" in last[1]
     assert last[3].count("█") == round(60 * 20 / 7 / 6)
-    rows = [line.split() for line in last if line.startswith(("ada", "~BBBBBB"))]
+    rows = [line.split() for line in last if line.startswith(("ada", "full-aspen"))]
     assert rows[0][:5] == ["ada", "(you)", "training", "25.0", "%"]
-    assert rows[1] == ["~BBBBBB", "reached", "75.0", "%", "1", "grpc"]
+    assert rows[1] == ["full-aspen", "reached", "75.0", "%", "1", "grpc"]
     assert "board: http://127.0.0.1:1/?[2J" in shown(text)
 
 

@@ -292,8 +292,11 @@ def print_plan(plan: RunPlan, console: Console | None = None) -> None:
     console = console or Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     setting = plan.setting
     advice = plan.advice
+    shown = {"given": (setting, plan.forecast)}
     console.print(Text(verdict(plan), style="bold green" if plan.is_good else "bold red"))
-    console.print(Text(_advised(plan), style="bold"))
+    if not plan.is_good:
+        shown["advised"] = advice.setting, advice.forecast
+        console.print(Text(_advised(plan), style="bold"))
     console.print()
     what = f": {setting.parameters:,} parameters ({plan.sources['parameters']}), "
     console.print(
@@ -301,22 +304,20 @@ def print_plan(plan: RunPlan, console: Console | None = None) -> None:
     )
     console.print(Text(f"inner step {setting.step_s:.3g} s ({plan.sources['step']})"))
     console.print(Text(f"links: {plan.sources['links']}"))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    table.add_column("")
-    table.add_column("as given", justify="right")
-    table.add_column(f"shortest at {plan.advice.target:.0%}", justify="right")
+    table = Table("", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for how in shown:
+        table.add_column(f"as {how}", justify="right")
     for name, cell in _ROWS:
-        pairs = ((setting, plan.forecast), (advice.setting, advice.forecast))
-        table.add_row(name, *(Text(cell(of, shown)) for of, shown in pairs))
+        table.add_row(name, *(Text(cell(*one)) for one in shown.values()))
     console.print(table)
-    if advice.is_reached:
+    if advice.is_reached and not plan.is_good:
         binds = f"What keeps the round from being shorter: {advice.binding} ({WHY[advice.binding]})."
         console.print(Text(binds))
     console.print(Text(largest_words(plan.memory)))
     for trouble in plan.memory.troubles:
         console.print(Text(f"memory: {trouble}", style="bold red"))
-    for how, shown in (("given", plan.forecast), ("advised", advice.forecast)):
-        for trouble in shown.troubles:
+    for how, (_, foreseen) in shown.items():
+        for trouble in foreseen.troubles:
             console.print(Text(f"as {how}: {trouble}", style="red"))
 
 

@@ -238,7 +238,7 @@ def print_staged_plan(plan: StagedPlan, console: Console | None = None) -> None:
     run = plan.run
     shown = plan.forecast
     console.print(Text(verdict(plan), style="bold green" if is_borne(plan) else "bold red"))
-    if plan.change is not None:
+    if plan.change is not None and not is_borne(plan):
         gain = plan.change.forecast.tokens_per_s / shown.tokens_per_s
         console.print(Text(f"the cheapest change: {plan.change.words}: {gain:.2g} times the tokens", "bold"))
     console.print()

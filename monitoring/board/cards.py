@@ -17,6 +17,7 @@ from monitoring.facts import RECENT_S, SILENT_AFTER_S, PeerFacts, RunState, Swar
 from monitoring.machine import GpuFacts, MachineFacts, ask_nvidia, read_machine
 from monitoring.words import clock, figure, of_fragment, percent, plain, size, to_owner
 from p2p_co2.telemetry.feed import Feed
+from p2p_co2.wire.names import words_of
 
 _NOT_HEARD = "it is still joining, and has said nothing of itself yet"
 _TONES = {RunState.HEALTHY: "good", RunState.ALONE: "odd", RunState.DEGRADED: "odd", RunState.LOST: "bad",
@@ -48,7 +49,7 @@ class OwnCard:
 
     def set(self, facts: SwarmFacts) -> None:
         peer = facts.own
-        name = plain(peer.label, 40) if peer is not None else f"~{facts.me[-6:]}"
+        name = plain(peer.label, 40) if peer is not None else words_of(facts.me)
         self._title.text = f"You: {name}"
         self._wish.text = "Go on" if peer is not None and peer.state == "paused" else "Pause"
         self._tiles.set(own_told(facts, self._feed.tokens_in_model()))

@@ -42,6 +42,7 @@ from monitoring.words import (
 )
 from p2p_co2.telemetry.view import numbered
 from p2p_co2.wire.limits import MAX_FRAGMENTS
+from p2p_co2.wire.names import words_of
 
 EVENTS: dict[str, tuple[str, ...]] = {
     "comings, goings, faults": (
@@ -298,7 +299,7 @@ class BandwidthPage(Page):
             self._hops.set(itertools.pairwise(facts.stages))
         names = {peer.peer: _name_and_stage(peer) for peer in facts.peers}
         self._links.set([
-            (names[peer.peer], names.get(link.other, f"~{link.other[-6:]}"), link)
+            (names[peer.peer], names.get(link.other) or words_of(link.other), link)
             for peer in facts.peers
             for link in peer.links
         ])  # fmt: skip

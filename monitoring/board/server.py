@@ -15,6 +15,7 @@ import contextlib
 import hmac
 import ipaddress
 import json
+import os
 import re
 import secrets
 import socket
@@ -50,6 +51,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.system.governor import Wish, wish_in
 from p2p_co2.system.process import StopSignals
+from p2p_co2.telemetry.events import Event
 from p2p_co2.telemetry.feed import Feed
 from p2p_co2.telemetry.journal import read_events
 
@@ -261,10 +263,13 @@ class _Server(uvicorn.Server):
 
 async def serve(
     model: Model, history: BoardHistory, bound: socket.socket, token: str = "",
-    is_over: Callable[[float], bool] = lambda idle_s: False,
+    is_over: Callable[[float], bool] = lambda idle_s: False, recall: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
-    """Serve until SIGINT, SIGTERM, or ``is_over`` says so; closes ``bound`` and ``history``. An error of ours
-    ends the board and is raised, so that no page shows for good what was true once."""
+    """Serve until SIGINT, SIGTERM, or ``is_over`` says so; closes ``bound``, ``history`` and the feed.
+
+    ``recall`` puts a past into the history, in a thread: the first page does not wait for it, and what is
+    seen meanwhile is kept after it. An error of ours ends the board and is raised, so that no page shows for
+    good what was true once."""
     recorder = Recorder(model, history)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -275,12 +280,23 @@ async def serve(
     )  # fmt: skip
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[bound]), name="serve")
+    recalling = asyncio.create_task(asyncio.to_thread(recall), name="recall")
+    unrecorded: list[Event] = []
+    has_past = False
     with StopSignals(lambda: loop.call_soon_threadsafe(stop.set)):
         try:
             while not (stop.is_set() or serving.done() or is_over(guard.idle_s())):
                 next_at = time.monotonic() + TICK_S
                 for events in model.moments(time.time()):
-                    recorder.see(events)
+                    unrecorded += events
+                    if not recalling.done():
+                        continue
+                    if not has_past:
+                        has_past = True
+                        recalling.result()
+                        recorder.begin()
+                    recorder.see(unrecorded)
+                    unrecorded = []
                     if batch := recorder.batch():
                         await asyncio.to_thread(recorder.write, batch)
                 with contextlib.suppress(TimeoutError):
@@ -291,6 +307,8 @@ async def serve(
             await asyncio.wait({serving}, timeout=5.0)
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
+            model.feed.close()  # what is recalled may wait for it
+            await asyncio.gather(recalling, return_exceptions=True)
             bound.close()
             history.close()
 
@@ -316,16 +334,23 @@ def run_activated(
     journal: Path | None = None,
 ) -> int:  # fmt: skip
     """Serve on an inherited loopback socket until nobody looks, or ``gone`` is set. ``journal``: what the
-    feed's own peer wrote before anybody looked, to begin with."""
+    feed's own peer wrote before anybody looked."""
     kept = BoardHistory.or_in_memory(history)
     gone = gone or threading.Event()
-    with contextlib.closing(feed):
+
+    def recall() -> None:
+        os.nice(10)  # of this thread alone
         if journal is not None:
             ends_at = time.monotonic() + IDLE_S
             while not feed.me and feed.state.phase == "connecting" and time.monotonic() < ends_at:
-                time.sleep(0.02)  # a peer under load answers late, and what was before can only be told first
+                time.sleep(0.02)  # a peer under load answers late
             recall_journal(journal, feed.me, feed.run, kept)
-        asyncio.run(serve(Model(feed), kept, bound, "", lambda idle_s: idle_s > IDLE_S or gone.is_set()))
+
+    def is_over(idle_s: float) -> bool:
+        return idle_s > IDLE_S or gone.is_set()
+
+    with contextlib.closing(feed):
+        asyncio.run(serve(Model(feed), kept, bound, "", is_over, recall))
     return 0
 
 

@@ -7,7 +7,9 @@ number that a command returns is its exit status."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, fields, is_dataclass
 from enum import IntEnum
@@ -20,7 +22,7 @@ from bootstrap.options import says
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.peer_options import PeerOption, peer_options
-from p2p_co2.system.process import VARIABLES
+from p2p_co2.system.process import VARIABLES, say
 
 SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 FROM_ENVIRONMENT = {"auto_envvar_prefix": VARIABLES.rstrip("_")}
@@ -41,10 +43,28 @@ class PeerSettings(dict[str, Any]):
     """What was given of a peer's settings, by their options' names; None for what was not."""
 
 
+DOINGS = {
+    "eval": "measuring the loss on held-out data",
+    "model": "taking the model out of the checkpoint, or the swarm",
+}
+"""What commands do that say nothing for long."""
 LOUDNESS = ContextVar("loudness", default=Loudness.NORMAL)
 """Of the command that runs."""
 LINE = ContextVar[Sequence[str]]("line", default=("p2p-co2",))
 """The command line as it was typed, the program first."""
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Say on stderr what is being done, if that takes longer than a second."""
+    timer = threading.Timer(1.0, say, [f"{what} ..."])
+    if what and LOUDNESS.get() is not Loudness.QUIET:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def add(
@@ -65,7 +85,8 @@ def add(
         for one, parts in whole.items():
             if one not in given:
                 given[one] = given_to[one].annotation(**{part.name: given.pop(part.name) for part in parts})
-        status = run(**given)
+        with _telling(DOINGS.get(name, "")):
+            status = run(**given)
         if status is not None:
             raise typer.Exit(status)
 

@@ -109,7 +109,7 @@ class JoinWatch(ConsoleWatch):
         is_told = is_log and isinstance(event, LOGGED)
         if is_quiet or not (is_told or self.loudness is Loudness.VERBOSE):
             return ""
-        return self.describe(event, {event.peer: "this peer"})[1]
+        return self.describe(event, self.view.labels() | {event.peer: "this peer"})[1]
 
     def _goodbye(self, event: ev.PeerFinished) -> list[str]:
         """What is said when it is gone: why, what it gave, and how it comes back."""

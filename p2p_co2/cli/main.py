@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from bootstrap.options import says
-from p2p_co2.cli import models, organise, try_out, views, volunteer
+from p2p_co2.cli import here, models, organise, try_out, views, volunteer
 from p2p_co2.cli.command import LINE, LOUDNESS, SETTINGS, Loudness, add
 from p2p_co2.cli.credit import credit
 from p2p_co2.cli.gather import gather
@@ -47,8 +47,10 @@ GROUPS: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
     "Volunteer": {
         "doctor": (volunteer.doctor, "Whether this machine can take part, and how."),
         "join": (volunteer.join, "Join a run and train."),
-        "pause": (volunteer.pause, "Have a peer of this machine rest."),
-        "resume": (volunteer.resume, "Have it go on."),
+        "pause": (here.pause, "Have a peer of this machine rest."),
+        "resume": (here.resume, "Have it go on."),
+        "leave": (here.leave, "Have it leave cleanly."),
+        "prune": (here.prune, "What old runs hold on this disk, and delete it."),
         "credit": (credit, "What a peer gave to its run, with the proof."),
     },
     "Look": {
@@ -69,6 +71,15 @@ COMMANDS = {name: run for group in GROUPS.values() for name, (run, _) in group.i
 for _group, _commands in GROUPS.items():
     for _name, (_run, _short) in _commands.items():
         add(app, _group, _name, _short, _run)
+
+
+def _help(words: Annotated[list[str] | None, typer.Argument(metavar="COMMAND")] = None) -> None:
+    """As `p2p-co2 COMMAND -h`."""
+    app(args=[*(words or ()), "--help"], prog_name=LINE.get()[0])
+
+
+add(app, "", "help", "Explain a command.", _help, hidden=True)
+add(app, "", "version", "Show the version.", lambda: _show_version(True), hidden=True)
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> int:

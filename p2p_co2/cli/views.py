@@ -14,10 +14,11 @@ import typer
 
 from bootstrap.options import says
 from p2p_co2.cli.command import LOUDNESS, Loudness
+from p2p_co2.cli.here import folder_called, names_in
 from p2p_co2.errors import ConfigError
 from p2p_co2.system.extras import require
 from p2p_co2.system.folders import observer_folder, peer_folders
-from p2p_co2.system.process import holder_of, is_kept
+from p2p_co2.system.process import holder_of, is_kept, say
 from p2p_co2.ticket import PREFIX, TICKET_VARIABLE, Ticket, read_ticket
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ _Source = Annotated[
     str,
     typer.Argument(
         metavar="TICKET", show_default=False,
-        help="A run's ticket (a word, @FILE, or - for standard input), or a folder with journals; "
-        "$P2P_CO2_TICKET if absent.",
+        help="A run's ticket (a word, @FILE, or - for standard input), a folder with journals, "
+        "or a peer of this machine by its name; $P2P_CO2_TICKET if absent.",
     ),
 ]  # fmt: skip
 _Folder = Annotated[
@@ -71,7 +72,9 @@ def watch(
 def status(
     source: _Source = "",
     folder: _Folder = None,
-    seconds: Annotated[float, says("Wait so long at most for the run and its peers.")] = 20.0,
+    seconds: Annotated[
+        float, says("Wait so long at most for peers; what is known is said after two.")
+    ] = 20.0,
     as_json: Annotated[bool, says("Print JSON, as GET /api/swarm of a board.", "--json")] = False,
 ) -> None:
     """Say in some lines how a run is: its state, round, peers, and what is wrong. Without a ticket or folder:
@@ -83,7 +86,7 @@ def status(
         _print_own_peers(as_json)
         return
     feed, _ = _feed(source, folder, "status")
-    facts = look(feed, seconds)
+    facts = look(feed, seconds, (lambda words: None) if LOUDNESS.get() is Loudness.QUIET else say)
     if as_json:
         print(facts.model_dump_json(indent=2))
         return
@@ -95,6 +98,7 @@ def _print_own_peers(as_json: bool) -> None:
     found = []
     for folder in peer_folders():
         one: dict[str, Any] = {"folder": str(folder), "process": None, "state": "not running", "round": None}
+        one["name"], one["run"] = names_in(folder)
         if is_kept(folder):
             holder = holder_of(folder)
             one |= {"process": int(holder) if holder.isdecimal() else None, "state": "running"}
@@ -105,7 +109,7 @@ def _print_own_peers(as_json: bool) -> None:
             facts = look(JournalFeed(folder), 1.0)
             own = next((peer for peer in facts.peers if peer.joined_at is not None), None)
             if own is not None:
-                one |= {"round": own.position, "tokens": own.tokens, "name": own.name}
+                one |= {"round": own.position, "tokens": own.tokens, "name": one["name"] or own.name}
                 one |= {"state": own.state} if one["process"] else {}
         found.append(one)
     if as_json:
@@ -114,7 +118,8 @@ def _print_own_peers(as_json: bool) -> None:
     for one in found:
         at = f", round {one['round']:.1f}" if one["round"] is not None else ""
         process = f", process {one['process']}" if one["process"] else ""
-        print(f"{one['folder']}: {one['state']}{process}{at}")
+        who = f"{one['name']}, " if one["name"] else ""
+        print(f"{who}{one['folder']}: {one['state']}{process}{at}")
     if not found:
         print(
             "no peer of yours has a folder on this machine; for a run give its ticket: p2p-co2 status TICKET"
@@ -142,6 +147,9 @@ def _feed(source: str, folder: Path | None, command: str) -> tuple[Feed, Path | 
     ``TicketError``, ``EnvironmentFault``, ``ConfigError`` for what is neither."""
     source = read_ticket(source)
     place = Path(source)
+    if not (source.startswith(PREFIX) or place.is_dir()) and (named := folder_called(source)) is not None:
+        place = named
+        source = str(named)
     if not any((place / one).exists() for one in ("events.jsonl", "peers")) and (place / "ticket").is_file():
         source = read_ticket(f"@{place / 'ticket'}")  # a seed's folder, or that of an own loop
     if source.startswith(PREFIX):
@@ -153,8 +161,12 @@ def _feed(source: str, folder: Path | None, command: str) -> tuple[Feed, Path | 
         folder = folder or observer_folder(ticket.run, command)
         claim(folder)  # said now, rather than on a page by an observer that tries for ever
         return Observer(source, folder), folder / f"board-{ticket.run.hex()[:12]}.sqlite"
-    if not Path(source).is_dir():
-        raise ConfigError("command line", "TICKET", f"{source[:80]!r} is neither a ticket nor a folder")
+    if not place.is_dir():
+        problem = f"{source[:80]!r} is neither a ticket, nor a folder, nor what a peer here is called"
+        raise ConfigError.of_option("TICKET", f"{problem}; p2p-co2 status lists those")
+    if not any((place / one).exists() for one in ("events.jsonl", "peers")):
+        problem = f"{place} holds neither a run's journals nor a ticket"
+        raise ConfigError.of_option("TICKET", f"{problem}; name a peer's, a seed's or a demo's folder")
     from monitoring.feeds import JournalFeed
 
-    return JournalFeed(Path(source)), None
+    return JournalFeed(place), None

@@ -1,4 +1,4 @@
-"""The commands of a volunteer: ``doctor``, ``join``, ``pause`` and ``resume``."""
+"""The commands of a volunteer: ``doctor`` and ``join``. Those of peers that run already are in ``here``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from bootstrap.options import Parent, says
 from p2p_co2.cli import options as shared
 from p2p_co2.cli.command import LINE, LOUDNESS, Loudness, PeerSettings, variable_of
 from p2p_co2.config import STAGES
-from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.errors import ConfigError
 from p2p_co2.peer_options import peer_config
-from p2p_co2.system.folders import data_home, peer_folder, peer_folders
-from p2p_co2.system.governor import Wish, wish_in
-from p2p_co2.system.process import holder_of, is_kept
+from p2p_co2.system.folders import data_home, peer_folder
 from p2p_co2.ticket import TICKET_VARIABLE, Ticket, read_ticket
 
 NOTHING = PeerSettings()
@@ -116,50 +114,3 @@ def _again(context: typer.Context, folder: Path, is_typed: bool) -> str:
     }
     read.pop(TICKET_VARIABLE, None)
     return "".join(f"{name}={shlex.quote(value)} " for name, value in read.items()) + shlex.join(words)
-
-
-PeerFolder = Annotated[
-    Path | None,
-    typer.Argument(metavar="FOLDER", help="The peer's folder; the only peer that runs here, if absent."),
-]
-Everyone = Annotated[bool, says("Every peer of yours that runs on this machine.", "--all")]
-
-
-def pause(folder: PeerFolder = None, everyone: Everyone = False) -> None:
-    """Have a peer of this machine rest after its inner step: it writes a checkpoint, trains nothing, and
-    keeps its place in the swarm. Paused already, it stays so. It rests until `p2p-co2 resume`, also when it
-    is started again meanwhile."""
-    _wish(Wish.PAUSE, folder, everyone, "rests from its next inner step on")
-
-
-def resume(folder: PeerFolder = None, everyone: Everyone = False) -> None:
-    """Have a peer of this machine that rests go on: after `p2p-co2 pause`, and outside its hours until they
-    next turn. One that trains goes on training."""
-    _wish(Wish.GO_ON, folder, everyone, "goes on")
-
-
-def _wish(wish: Wish, named: Path | None, everyone: bool, words: str) -> None:
-    for folder in _peers_here(named, everyone):
-        wish_in(folder, wish)
-        who = f"process {holder_of(folder)}" if is_kept(folder) else "no process runs there now"
-        if LOUDNESS.get() is not Loudness.QUIET:
-            print(f"the peer in {folder} {words} ({who})")
-
-
-def _peers_here(named: Path | None, everyone: bool) -> list[Path]:
-    """Raises ``ConfigError``, ``EnvironmentFault``."""
-    if named is not None:
-        if everyone:
-            raise ConfigError.of_option("--all", "means every folder; leave FOLDER out")
-        if not (named / "identity").is_file() or (named / "positions").exists():
-            raise ConfigError.of_option("FOLDER", f"{named} is no peer's folder")
-        return [named]
-    running = [folder for folder in peer_folders() if is_kept(folder)]
-    if not running:
-        raise EnvironmentFault(
-            "no peer runs here in a folder of its run; name the FOLDER that join was given"
-        )
-    if len(running) > 1 and not everyone:
-        which = ", ".join(map(str, running))
-        raise ConfigError.of_option("FOLDER", f"{len(running)} peers run here; name one, or --all: {which}")
-    return running

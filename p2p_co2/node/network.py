@@ -429,6 +429,11 @@ class Network:
         return run_position([one for one in said if group is None or group.has(one.stage)], time.time())
 
     @property
+    def visits(self) -> bool:
+        """Whether this process only takes what others agree on, and is no peer to anybody who looks."""
+        return self.holds.visits
+
+    @property
     def reach_advice(self) -> str:
         """What keeps others from reaching this peer and what helps; empty if nothing is known to."""
         return self._reach.advice

@@ -37,8 +37,11 @@ from p2p_co2.wire.envelope import Opened
 from p2p_co2.wire.heartbeat import HEARTBEAT_S, quiet_beat_s
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.kinds import Machine
+from p2p_co2.wire.limits import MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Status
 from p2p_co2.wire.model_table import ModelSummary
+
+_MEETINGS = {ev.PeerJoined, ev.PeerLeft, ev.LinkOpened, ev.LinkLost, ev.LinkMeasured}
 
 
 class Node(Shell):
@@ -53,6 +56,7 @@ class Node(Shell):
         model: ModelSummary | None = None, past: Sequence[dict[int, bytes]] = (),
     ) -> None:  # fmt: skip
         super().__init__(environment, report)
+        self._visitors = set[PeerId]()
         network = environment.network
         group = environment.group
         pace = network.run.clock
@@ -94,6 +98,8 @@ class Node(Shell):
         host = Status(
             download_bytes_per_s=limits.download_bytes_per_s,
             process=int(1000 * self.clock.unix()) & 0xFFFFFFFF,  # another for each process of this peer
+            name=network.config.name,
+            visits=network.visits,
         )
         writer = StatusWriter(self.state, membership, times, host, self.upload_bytes_per_s)
         self.progress = SwarmProgress(
@@ -228,7 +234,10 @@ class Node(Shell):
             return
         if isinstance(event, NewPeer):
             self._finder.unreached.met(event.peer)
-            self.report(ev.PeerJoined, other=event.peer)
+            self._visitors.discard(event.peer)
+            if event.visits and len(self._visitors) < MAX_PEERS:
+                self._visitors.add(event.peer)
+            self.report(ev.PeerJoined, other=event.peer, name=event.name)
         else:
             self.report(ev.PeerLeft, other=event.peer, reason=event.reason)
             self.catchup.fetcher.forget_donor(event.peer, "the donor left", self.now())
@@ -252,6 +261,11 @@ class Node(Shell):
     def _unreachable(self, peer: PeerId, reason: str) -> None:
         self._finder.unreached.failed(peer, reason)
         super()._unreachable(peer, reason)
+
+    def report(self, kind: type[ev.Event], **fields: Any) -> None:
+        """But that a visitor comes, goes, and is linked with is news to nobody."""
+        if kind not in _MEETINGS or fields["other"] not in self._visitors:
+            super().report(kind, **fields)
 
     async def _watch_daemon(self) -> None:
         words = await self.environment.network.daemon_ended()

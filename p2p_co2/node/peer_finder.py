@@ -149,6 +149,7 @@ class PeerFinder:
         again whom else they know."""
         membership = self._membership
         now = self._do.now()
+        records = [record for record in records if not record.visits]  # those come by themselves
         for peer, reason in self.unreached.listed(records, membership.live):
             self._do.report(ev.Warned, text=f"peer {peer} is there but cannot be reached: {reason}")
         if records or membership.live:

@@ -216,12 +216,13 @@ class Observer(Feed):
             try:
                 records = await network.find_peers()
                 with self._lock:
-                    self._poller.listed([PeerId(record.peer) for record in records], time.monotonic())
+                    peers = [PeerId(record.peer) for record in records if not record.visits]
+                    self._poller.listed(peers, time.monotonic())
                 if not self._poller.counted("answering"):
                     await network.rebootstrap()  # nobody trains, or nobody is there: only a seed can tell
                     last = await network.run_position()
                 failed_since = None
-                self.state = self._found(len(records), last)
+                self.state = self._found(len(peers), last)
             except TransportError as error:
                 failed_since = failed_since or time.monotonic()
                 self.state = FeedState("lost", str(error))

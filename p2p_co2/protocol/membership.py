@@ -52,7 +52,11 @@ TRIPS_KEPT = 9
 
 @dataclass(frozen=True)
 class NewPeer:
+    """``name``, ``visits``: as its first status says."""
+
     peer: PeerId
+    name: str = ""
+    visits: bool = False
 
 
 @dataclass(frozen=True)
@@ -387,7 +391,7 @@ class Membership:
             self.revision += 1
             self.candidates.next_at.pop(peer, None)
             self.departed.came_back(peer)
-            self._events.append(NewPeer(peer))
+            self._events.append(NewPeer(peer, status.name, status.visits))
             if self._next_heartbeat_at is None:
                 self._next_heartbeat_at = now
             return info

@@ -73,6 +73,8 @@ class Rendezvous:
 class Doorway:
     """One process on the simulated net: implements ``node.environment.PeerNetwork``."""
 
+    visits = False
+
     def __init__(
         self, identity: Identity, config: PeerConfig, run: RunConfig, software: str,
         endpoint: Endpoint, rendezvous: Rendezvous,

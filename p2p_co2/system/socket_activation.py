@@ -10,7 +10,6 @@ size and number. A program that does not read is ended; ``close`` leaves no thre
 
 from __future__ import annotations
 
-import os
 import queue
 import selectors
 import socket
@@ -140,8 +139,7 @@ class SocketActivation:
 
 
 def take_over(listener_fd: int, relay_fd: int) -> tuple[socket.socket, socket.socket]:
-    """The program's side: its listening socket and its end of the pair, with lowered priority."""
-    os.nice(10)
+    """The program's side: its listening socket and its end of the pair."""
     return socket.socket(fileno=listener_fd), socket.socket(fileno=relay_fd)
 
 

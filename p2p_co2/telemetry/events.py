@@ -69,6 +69,8 @@ class PeerJoined(Event):
     """Another peer was seen for the first time (or again)."""
 
     other: str
+    name: str = ""
+    """That its owner gave it; "" if it did not say one."""
 
 
 class PeerLeft(Event):

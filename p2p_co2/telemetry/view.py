@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_STAGES
+from p2p_co2.wire.names import is_name, words_of
 
 MAX_DISTINCT = 64
 """Most distinct reasons or names counted one by one; the rest are counted together as ``OTHERS``."""
@@ -130,8 +131,8 @@ class PeerRecord:
     figure that is no number is as before. ``earlier``: counters of its earlier processes that ``progress``
     does not hold. ``loading``: the agreed state on its way, None if there is none. ``paused``: why it
     rests, "" if it does not. ``sent``, ``arrived``: newest by fragment. ``recent_sends``: (at, why skipped,
-    "" if not); ``recent_bytes``: (at, up, down).
-    ``seen_left``: (at, reason) by the peer that said so; nothing else in here is the word of others."""
+    "" if not); ``recent_bytes``: (at, up, down). ``seen_left``: (at, reason) by the peer that said so.
+    ``told_name``: what others heard that it is called. Nothing else in here is the word of others."""
 
     peer: str
     first_seen_at: float | None = None
@@ -151,6 +152,12 @@ class PeerRecord:
     arrived: dict[int, ev.FragmentApplied | ev.CaughtUp] = field(default_factory=dict)
     links: dict[str, LinkView] = field(default_factory=dict)
     seen_left: dict[str, tuple[float, str]] = field(default_factory=dict)
+    told_name: str = ""
+
+    @property
+    def name(self) -> str:
+        """By its own word, else by others', else the two words of its key."""
+        return next(filter(is_name, (self.start.name, self.told_name, words_of(self.peer))))
 
     @property
     def started(self) -> bool:
@@ -444,7 +451,9 @@ class SwarmView:
         teller.add(event)
         match event:
             case ev.PeerJoined():
-                self._peer(event.other).seen_left.pop(event.peer, None)
+                other = self._peer(event.other)
+                other.seen_left.pop(event.peer, None)
+                other.told_name = event.name
             case ev.PeerLeft():
                 _keep(self._peer(event.other).seen_left, event.peer, (event.at, event.reason))
             case ev.RoundBegan():
@@ -494,19 +503,31 @@ class SwarmView:
         if (numbered(teller.stage, event.fragment), event.round) in self.counted_before:
             return
         self.counted_rounds += 1
-        for peer, weight in event.weights.items():
+        self._add_work(event.weights)
+
+    def count_again(self, before: Mapping[str, float], rounds: set[tuple[int, int]]) -> None:
+        """Work was counted before this view began: in these ``rounds``, so much by peer."""
+        self.counted = dict(before)
+        self.counted_before = rounds
+        seen = [one.weights for place, one in self.rounds.items() if one.weights and place not in rounds]
+        self.counted_rounds = len(rounds) + len(seen)
+        for weights in seen:
+            self._add_work(weights)
+
+    def _add_work(self, weights: Mapping[str, float]) -> None:
+        for peer, weight in weights.items():
             if math.isfinite(weight) and weight > 0:
                 _keep(self.counted, peer, self.counted.get(peer, 0.0) + weight)
 
     def labels(self) -> dict[str, str]:
-        """A short and unique label for every peer id: its name, with the end of its id where names are equal
-        or empty."""
-        names = Counter(peer.start.name for peer in self.peers.values())
+        """A short and unique label for every peer id: its name, with the end of its id where names are
+        equal."""
+        name_of = {peer: self.peers[peer].name for peer in sorted(self.peers)}
+        names = Counter(name_of.values())
         labels: dict[str, str] = {}
         taken: set[str] = set()
-        for peer in sorted(self.peers):
-            name = self.peers[peer].start.name
-            label = name if name and names[name] == 1 else f"{name}~{peer[-6:]}"
+        for peer, name in name_of.items():
+            label = name if names[name] == 1 else f"{name}~{peer[-6:]}"
             labels[peer] = label if label not in taken else f"{name}~{peer}"
             taken.add(labels[peer])
         return labels

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -51,6 +52,7 @@ from p2p_co2.trainer.session import Participation, Session
 from p2p_co2.trainer.stages.peer import StagePeer, TrainedGroup, data_seed, fitting, sizes_of
 from p2p_co2.trainer.stages.work import Crossings, StageWork
 from p2p_co2.trainer.synchroniser import Progressed
+from p2p_co2.wire.names import words_of
 
 if TYPE_CHECKING:
     from p2p_co2.recipes import Recipe
@@ -77,6 +79,9 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
         network = session.network
         if doubt := network.clock_doubt:
             session.warn(doubt)
+        with suppress(OSError):  # by which commands find it
+            called = config.name or words_of(network.identity.peer_id)
+            (config.folder / "name").write_text(f"{called}\n{network.run.name}\n", encoding="utf-8")
         return Connection(Participation(session, RunGroup.whole(network.run)), config)
     except BaseException:
         session.close()
@@ -298,9 +303,9 @@ class Connection:
         models = [recipe.model]
         stage = None
         count = self.run.pipeline.stages
+        session = self._part.session
+        session.network.holds.visits = True
         if count > 1:
-            session = self._part.session
-            session.network.holds.visits = True
             stages = recipe.in_stages(count)
             stage = session.choose_stage(self.config.stage, lambda: range(count))
             models = stages.groups(stage, stages.build(self.run.seed, stage))
@@ -399,7 +404,8 @@ class Connection:
 
     def _tell_of_start(self, plan: TrainingSetup, progressed: Progressed, is_resumed: bool) -> None:
         fields = dict(
-            name=self.config.name, pid=os.getpid(), software=self._part.network.software,
+            name=self.config.name or words_of(self._part.network.identity.peer_id),
+            pid=os.getpid(), software=self._part.network.software,
             device=str(next(plan.model.parameters()).device), parameters=plan.fragments.numel,
             fragments=len(plan.fragments.fragments), run=self.run.digest().hex(),
             upload_cap_bytes_per_s=self.config.limits.upload_bytes_per_s,

@@ -312,7 +312,8 @@ class Session:
         listed."""
         network = self.network
         mine = network.holds.stage
-        heard = set[PeerId]().union(*(shell.membership.live for shell in self.shells))
+        everybody = [one for shell in self.shells for one in list(shell.membership.live.items())]
+        heard = {peer for peer, info in everybody if not info.status.visits}
         if mine is None:
             return heard
         far = (stage for stage in range(network.run.pipeline.stages) if abs(stage - mine) > 1)

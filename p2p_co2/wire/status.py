@@ -9,6 +9,7 @@ from typing import NamedTuple
 from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_VERSION
 from p2p_co2.wire.messages_pb2 import Status
+from p2p_co2.wire.names import is_name
 
 _DIGEST_LENGTHS = frozenset({32})
 
@@ -29,6 +30,8 @@ class PeerStatus(NamedTuple):
     heartbeat_s: float = 0.0
     process: int = 0
     model: int = 0
+    name: str = ""
+    visits: bool = False
 
     def is_news_after(self, known: PeerStatus) -> bool:
         return self[:8] != known[:8]
@@ -50,11 +53,13 @@ def read_status(status: Status) -> PeerStatus:
     read = PeerStatus(  # a slice of a repeated field is made twice as quickly as it is gone through
         status.phase, tuple(status.versions[:]), tuple(status.digests[:]), status.upload_bytes_per_s,
         status.download_bytes_per_s, status.finished, status.settled, status.counted, status.position,
-        status.heartbeat_s, status.process, status.model,
+        status.heartbeat_s, status.process, status.model, status.name, status.visits,
     )  # fmt: skip
     for number in (read.position, read.upload_bytes_per_s, read.download_bytes_per_s, read.heartbeat_s):
         if not 0 <= number < 1e18:  # NaN fails every comparison
             raise RemoteProtocolError(Offence.BAD_STATUS, f"position or rate out of range: {number}")
+    if read.name and not is_name(read.name):
+        raise RemoteProtocolError(Offence.BAD_STATUS, f"a name of {len(read.name)} characters that is none")
     versions = read.versions
     digests = read.digests
     if 8 * len(read.finished) > MAX_FRAGMENTS + 7:

@@ -134,6 +134,7 @@ class Beside:
     """``node.environment.PeerNetwork`` for one peer: everybody knows everybody."""
 
     software = "fuzz"
+    visits = False
     carriers: Sequence[Carrier] = ()
 
     def __init__(self, world: World, identity: Identity) -> None:
