@@ -37,7 +37,7 @@ class Options(TypedDict, total=False):
     folder: str | Path | None
     "Keeps identity, checkpoints and events; one for each run, if absent. ~ is your home."
     name: str | None
-    "What others see beside the peer's id."
+    "What others call this peer; two words of its key, if absent."
     min_peers: int | None
     "Wait (bounded) for this many before training."
     checkpoint_every: float | None
