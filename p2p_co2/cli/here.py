@@ -94,7 +94,7 @@ def prune(
     if yes:
         _say(f"{size(freed_bytes)} freed")
     else:
-        _say(f"p2p-co2 prune --yes deletes {size(freed_bytes)}: checkpoints, identities and events")
+        _say(f"p2p-co2 prune --yes deletes {size(freed_bytes)}: checkpoints, identities, credits and events")
 
 
 def _folders_of_runs() -> Iterator[Path]:
