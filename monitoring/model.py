@@ -149,6 +149,8 @@ class Recorder:
         self._said_at: dict[str, float] = {}
         self._batch = Batch(-math.inf)
         self._agreed: ev.AgreedMeasured | None = None
+        self._names = set[str]()
+        """Of figures that are kept."""
         self._sampled_until = 0.0
         """Samples up to then (unix seconds) are kept already: a feed tells old events again."""
         self.begin()
@@ -194,6 +196,9 @@ class Recorder:
             if self._agreed is not None:
                 made.samples[AGREED] = _row(tokens=facts.tokens, loss=self._agreed.loss)
                 for name, value in self._agreed.figures.items():
+                    if name not in self._names and len(self._names) >= 16:
+                        continue  # a peer that tells others each time would fill the disk
+                    self._names.add(name)
                     made.samples[f"{AGREED}/{name}"] = _row(tokens=facts.tokens, loss=value)
         self._agreed = None
         return made

@@ -27,6 +27,7 @@ from monitoring.facts import (
 from monitoring.known import Known, is_behind, where_all_are
 from monitoring.troubles import run_state, staffing, troubles
 from monitoring.words import loading_words, loss_unit
+from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.view import Outcomes, PeerRecord, RoundView, mean_of
 
 ROUNDS_SHOWN = 240
@@ -50,7 +51,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
     first = next((stage for stage in stages if known.by_stage[stage.stage or 0]), stages[0])
     measured = [view.peers[one.peer].agreed for one in in_run if one.peer in view.peers]
     agreed = max((one for one in measured if one), key=lambda event: event.at, default=None)
-    named = [(one.at, one.figures) for one in measured if one and one.figures]  # an older version has none
+    named = max((one for one in measured if one and one.figures), key=lambda event: event.at, default=None)
     training = mean_known(peer.loss for peer in figures if peer.stage in (None, 0, known.stages - 1))
     is_old = agreed is None or (training is not None and is_behind(agreed.position, at))
     staleness = view.staleness
@@ -83,7 +84,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
         round_s=known.round_s, rounds_total=rounds_total, position=at, peers_online=len(online),
         peers_known=len(peers), loss=training if agreed is None or is_old else agreed.loss,
         loss_kind="training" if is_old else "held-out", loss_agreed=agreed.loss if agreed else None,
-        loss_agreed_at=agreed.at if agreed else None, figures_agreed=_finite(max(named)[1]) if named else {},
+        loss_agreed_at=agreed.at if agreed else None, figures_agreed=_finite(named),
         loss_training=training,
         loss_unit=loss_unit(run.recipe) if run else "", tokens=first.tokens,
         tokens_counted=first.tokens_counted, tokens_per_s=first.tokens_per_s,
@@ -99,7 +100,8 @@ def swarm_facts(known: Known) -> SwarmFacts:
     )  # fmt: skip
 
 
-def _finite(figures: Mapping[str, float]) -> dict[str, float]:
+def _finite(event: ev.AgreedMeasured | None) -> dict[str, float]:
+    figures = event.figures if event else {}
     return {name: value for name, value in sorted(figures.items()) if math.isfinite(value)}
 
 

@@ -269,7 +269,11 @@ def _train(connection: Connection, recipe: Recipe, options: JoinOptions, running
             batches = iter(recipe.batches(seed(peer.inner_steps), sequences))
         else:
             place = Place(seed, peer.keep_place(lambda: str(place)))
-            batches = passes(recipe.loader, place, partial(peer.idle, between_steps=True))
+
+            def goes_on(waited_s: float) -> bool:
+                return peer.idle(waited_s, all(one.grad is None for one in model.parameters()))
+
+            batches = passes(recipe.loader, place, goes_on)
         while (taken := step.take(batches)) is not None:
             if not peer.step(taken.tokens, taken.loss):
                 break

@@ -169,11 +169,11 @@ class MadeSwarm:
         weights = {name: 1800.0 + 100 * place for place, name in enumerate(names)}
         found.append(ev.RoundCounted(at=now + 0.7, peer=first, **key, weights=weights))
         if fragment == 0 and number % 2 == 1 and self.stages == 1:
-            found.append(ev.AgreedMeasured(
-                at=now + 0.8, peer=first, loss=1.45 + 4.0 / (1 + t / 20) ** 0.6, position=t / self.round_s,
+            found.extend(ev.AgreedMeasured(  # of one moment: nobody's figures are the larger
+                at=now + 0.8, peer=peer, loss=1.45 + 4.0 / (1 + t / 20) ** 0.6, position=t / self.round_s,
                 tokens=0, duration_s=0.2,
-                figures={"accuracy": 0.6 - 0.5 / (1 + t / 20) ** 0.6, "log.odds": -1.0 - 10.0 / (1 + t)},
-            ))  # fmt: skip
+                figures={"accuracy": share - 0.5 / (1 + t / 20) ** 0.6, "log.odds": -1.0 - 10.0 / (1 + t)},
+            ) for peer, share in zip(names[:2], (0.6, 0.59), strict=False))  # fmt: skip
         return found
 
 

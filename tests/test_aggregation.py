@@ -88,9 +88,10 @@ def test_a_mean_is_compared_with_a_slice_in_it(name: str, blocks: int) -> None:
     one = decoded(name, mine)
     for scale in (1.0, -1.0, 10.0):
         mean = scale * (0.3 * one + 0.8 * other)
-        cosine, length, rms = compare(codec, mine, encoded(name, mean))
+        cosine, length, rms, used = compare(codec, mine, encoded(name, mean))
         wanted = float(torch.dot(mean, one) / mean.norm() / one.norm())
         assert cosine == pytest.approx(wanted, abs=0.15 if blocks < 9 else 0.04)
+        assert used == 1.0
         assert rms == pytest.approx(float(one.square().mean().sqrt()), rel=0.1)
         longer = float(mean.norm() / one.norm())
         assert length == pytest.approx(longer, rel=0.3 if blocks < 9 else 0.1)
@@ -124,12 +125,14 @@ def test_members_that_used_few_rows_of_a_table_find_their_work(name: str) -> Non
 def test_nothing_tells_nothing_and_what_is_not_finite_is_no_mean() -> None:
     codec = get_codec("fp32")
     some, zeros, huge = gaussians(128, 0), torch.zeros(128), torch.full((128,), 1e30)
-    assert compare(codec, encoded("fp32", zeros), encoded("fp32", some)) == (0.0, 0.0, 0.0)
+    assert compare(codec, encoded("fp32", zeros), encoded("fp32", some)) == (0.0, 0.0, 0.0, 0.0)
     assert compare(codec, encoded("fp32", some), encoded("fp32", zeros))[:2] == (0.0, 0.0)
-    assert compare(codec, encoded("fp32", huge), encoded("fp32", huge)) == pytest.approx((1.0, 1.0, 1e30))
+    assert compare(codec, encoded("fp32", huge), encoded("fp32", huge)) == pytest.approx(
+        (1.0, 1.0, 1e30, 1.0)
+    )
     assert compare(codec, encoded("fp32", some), encoded("fp32", huge))[1] > 1e29
     broken = struct.pack("<f", math.nan) + encoded("fp32", some)[4:]
-    assert compare(codec, encoded("fp32", some), broken) == (-1.0, math.inf, 0.0)
+    assert compare(codec, encoded("fp32", some), broken) == (-1.0, math.inf, 0.0, 0.0)
 
 
 # ---- laws

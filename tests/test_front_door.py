@@ -340,6 +340,24 @@ def test_a_peer_that_comes_back_goes_on_where_its_checkpoint_was(kind: str) -> N
     assert seen[0][:10_000] != seen[1][:10_000] or kind == "list"
 
 
+@pytest.mark.parametrize(("batch", "drops"), [(5, False), (10, False), (8, True)])
+def test_an_epoch_that_was_over_is_not_begun_and_another_batch_size_misses_nothing(
+    batch: int, drops: bool
+) -> None:
+    def loader(size: int) -> Any:
+        return DataLoader(Numbers(), batch_size=size, drop_last=drops)
+
+    whole, half = Place(seed_of), Place(seed_of)
+    list(islice(passes(loader(batch), whole, lambda _: True), len(loader(batch))))
+    again = Place(seed_of, str(whole))
+    assert again.begin(loader(batch)) == 0
+    assert (again.epoch, again.batches) == (1, 0)
+    had = [int(one) for one in next(passes(loader(batch), half, lambda _: True))]
+    later = passes(loader(2), Place(seed_of, str(half)), lambda _: True)
+    had += [int(number) for one in islice(later, 10 - batch // 2) for number in one]
+    assert sorted(set(had)) == list(range(20))
+
+
 def test_a_stream_of_the_datasets_library_goes_on_by_its_own_state() -> None:
     datasets = pytest.importorskip("datasets")
     drawn = list[int]()

@@ -250,7 +250,7 @@ def test_a_trainer_goes_on_in_the_data_where_the_checkpoint_was(
     whole, place = met("")
     assert sorted(whole[:16]) == sorted(WORDS[:16].tolist())
     assert json.loads(place)[1:3] == [2, 2]  # 40 rows, 4 a batch
-    later, _ = met(json.dumps([0, 0, 3, None]))
+    later, _ = met(json.dumps([0, 0, 3, 4, None]))
     assert later[:20] == whole[12:32]
 
 

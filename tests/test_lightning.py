@@ -229,4 +229,4 @@ def test_each_pass_is_in_this_peers_order(monkeypatch: pytest.MonkeyPatch, worke
         orders = [torch.randperm(20, generator=torch.Generator().manual_seed(seed + n)) for n in (0, 1)]
         whole = [int(one) for order in orders for one in order]
         assert passes(seed) == whole
-        assert passes(seed, json.dumps([0, 0, 3, None])) == whole[12:]  # came back after three batches
+        assert passes(seed, json.dumps([0, 0, 3, 4, None])) == whole[12:]  # came back after three batches

@@ -346,7 +346,9 @@ def test_bad_user_recipe_is_refused(
 
 
 def test_user_batches_that_run_out_say_so(own: Path) -> None:
-    batches = load_recipe(f"{own}:spent", {}, seed=0).batches(0, 1)
+    recipe = load_recipe(f"{own}:spent", {}, seed=0)
+    assert recipe.loader is None  # an iterator: it cannot be begun again
+    batches = recipe.batches(0, 1)
     next(batches)
     with pytest.raises(ConfigError, match="run out"):
         next(batches)

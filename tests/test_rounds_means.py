@@ -67,9 +67,10 @@ def test_who_was_not_counted_has_no_say_and_without_a_defence_nobody_looks() -> 
         ((1, 1, 1, 1), {}, (-0.5, 0.7), True),  # flipped
         ((1, 1, 1, 1), {}, (0.5, 7.0), True),  # ten times as long
         ((1, 1, 1, 1), {}, (0.0, 7.0), True),  # noise points nowhere, and is long
-        ((1, 1, 1, 1), {}, (0.0, 700.0, 0.001), False),  # ours was nothing there: others' need not be,
-        ((1, 1, 1, 1), {}, (0.0, 7000.0, 0.001), True),  # but not everything,
-        ((1, 1, 1, 1), {}, (-0.5, 700.0, 0.001), True),  # nor point away
+        ((1, 1, 1, 1), {}, (0.0, 700.0, 0.001, 0.1), False),  # ours was nothing there: others' need not be,
+        ((1, 1, 1, 1), {}, (0.0, 7000.0, 0.001, 0.1), True),  # but not everything,
+        ((1, 1, 1, 1), {}, (-0.5, 700.0, 0.001, 0.1), True),  # nor point away
+        ((1, 1, 1, 1), {}, (0.0, 7.0, 0.001, 0.9), True),  # a short slice of values that are used is judged
         ((1, 4, 4, 4), {}, (0.5, 7.0), False),  # a slow peer's slice is short,
         ((1, 2, 2, 2), {}, (-0.5, 0.7), False),  # and an honest mean may point away from it
         ((1, 1.3, 1.3, 1.3), {}, (-0.5, 0.7), True),
@@ -112,7 +113,7 @@ def test_which_mean_is_refused(
     assert exchange.findings.is_done is not bool(jobs)
     for job in jobs:
         told = likeness if job.part == 3 and likeness else (0.5, 0.7)
-        exchange.checked(job, Likeness(*told, *[1.0] * (3 - len(told))))
+        exchange.checked(job, Likeness(*told, *[1.0] * (4 - len(told))))
     assert exchange.findings.is_done
     assert exchange.findings.refused == ({(3, 0)} if is_refused else set())
 

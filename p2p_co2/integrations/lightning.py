@@ -63,7 +63,8 @@ class SwarmCallback(Callback):
         if self._goes_on:  # it passes over what it has had by itself
             place.epoch, place.batches = trainer.current_epoch, 0
         first, *others = fetcher_of(trainer).combined_loader.flattened
-        place.begin(first)
+        if place.begin(first):  # a loader that must be read again: its epoch begins
+            place.batches = 0
         for loader in others:
             reseed(loader, trainer.current_epoch, self.swarm.data_seed)
 

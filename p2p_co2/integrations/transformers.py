@@ -92,7 +92,8 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
         place = self.swarm.place
         if self._goes_on:  # it passes over what it has had by itself
             place.epoch, place.batches = int(state.epoch or 0), 0
-        place.begin(given["train_dataloader"])
+        if place.begin(given["train_dataloader"]):  # a loader that must be read again: its epoch begins
+            place.batches = 0
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.swarm is not None:

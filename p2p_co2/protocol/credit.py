@@ -156,8 +156,9 @@ def open_credit(data: bytes) -> Credit:
     seen = dict[bytes, int]()
     left_bytes = 64 * Holder.most_bytes  # all certificates, decompressed
     for line in lines:
-        decision = _certificate(line, left_bytes)
-        left_bytes -= decision.ByteSize()
+        data = _certificate(line, left_bytes)
+        left_bytes -= len(data)
+        decision = parsed(Decision, data)
         told, signers = read_decision(decision, holder.group, line.at)
         blocks = max(part.stop_block for part in Outcome.FromString(decision.outcome).parts)
         outcome = digest(decision.outcome)
@@ -178,7 +179,7 @@ def open_credit(data: bytes) -> Credit:
     )  # fmt: skip
 
 
-def _certificate(line: CreditLine, left_bytes: int) -> Decision:
+def _certificate(line: CreditLine, left_bytes: int) -> bytes:
     try:
         inflater = zlib.decompressobj()
         packed = base64.b64decode(line.certificate, validate=True)
@@ -187,7 +188,7 @@ def _certificate(line: CreditLine, left_bytes: int) -> Decision:
         raise RemoteProtocolError(Offence.UNREADABLE, "a certificate that is no zlib in base64") from None
     if not inflater.eof or inflater.unused_data:
         raise RemoteProtocolError(Offence.TOO_LARGE, "a certificate, or something behind it")
-    return parsed(Decision, data)
+    return data
 
 
 def whole_lines(text: bytes) -> Iterator[CreditLine]:

@@ -553,7 +553,8 @@ def _as_recipe(name: str, made: object) -> Recipe:
         model, batches, loss = made
         loader = None
         if isinstance(batches, Iterable) and not callable(batches):
-            loader, batches = batches, partial(_over_and_over, name, batches)
+            loader = None if hasattr(batches, "__next__") else batches
+            batches = partial(_over_and_over, name, batches)
         if callable(batches) and callable(loss):
             made = Recipe(model=model, batches=batches, loss=loss, loader=loader)
     if not isinstance(made, Recipe) or not isinstance(made.model, nn.Module):

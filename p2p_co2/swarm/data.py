@@ -15,7 +15,7 @@ import queue
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol, TypeVar
@@ -220,17 +220,19 @@ class Place:
     def __init__(self, seed_of: SeedOf, said: str = "", first: int = 0) -> None:
         self._seed_of = seed_of
         self.first, self.epoch, self.batches = first, 0, 0
+        self._size = 0
+        """Examples of a batch, as far as the loader says."""
         self._state: Any = None
         """Of the stream, when the peer left it."""
         self._stream: Any = None
         self._put_back: Callable[[], None] = lambda: None
         if said:
-            self.first, self.epoch, self.batches, self._state = json.loads(said)
+            self.first, self.epoch, self.batches, self._size, self._state = json.loads(said)
 
     def __str__(self) -> str:
         if not (self.epoch or self.batches):
             return ""
-        where = [self.first, self.epoch, self.batches]
+        where = [self.first, self.epoch, self.batches, self._size]
         try:
             said = json.dumps([*where, self._stream and self._stream.state_dict()])
         except (TypeError, ValueError):  # not of plain values
@@ -241,18 +243,25 @@ class Place:
         """Give ``loader`` the order of this epoch, from here on. Returns how many batches are yet to be
         passed over."""
         self._put_back()
-        reseed(loader, self.epoch, self._seed_of)
         dataset = getattr(loader, "dataset", loader)
+        holder, sampler = _sampled(loader)
+        is_indexed = type(holder) is BatchSampler and not isinstance(dataset, IterableDataset)
+        size = getattr(holder, "batch_size", None) or 1
+        self.batches = self.batches * (self._size or size) // size
+        self._size = size
+        if is_indexed and isinstance(sampler, Sized) and 0 < len(holder) <= self.batches:
+            self.end()  # it had all of them
+        reseed(loader, self.epoch, self._seed_of)
         is_here = _is_of_datasets(dataset) and not getattr(loader, "num_workers", 0)
         self._stream = dataset if is_here and hasattr(dataset, "load_state_dict") else None
         state, self._state = self._state, None
         if self._stream is not None and state is not None:
             self._stream.load_state_dict(state)
             return 0
-        holder, sampler = _sampled(loader)
-        if type(holder) is not BatchSampler or isinstance(dataset, IterableDataset):
+        if not is_indexed:
             return self.batches
-        holder.sampler = _Rest(sampler, self.batches * holder.batch_size)
+        sampler = holder.sampler
+        holder.sampler = _Rest(sampler, self.batches * size)
         self._put_back = partial(setattr, holder, "sampler", sampler)
         return 0
 

@@ -247,9 +247,10 @@ class Peer:
 
     def _rest(self) -> None:
         is_ending = self._sync.stopped or self._sync.account.is_near_end(self._sync.position)
-        if self._governor.resting(_minute_of_the_day()) and not is_ending:
+        if (reason := self._governor.resting(_minute_of_the_day())) and not is_ending:
             try:
-                self._saver.save()  # a machine that rests may be switched off
+                if reason != self._owner.using():  # which may come often
+                    self._saver.save()  # a machine that rests may be switched off
             except EnvironmentFault as error:
                 self._part.warn(f"no checkpoint was written: {error}")
             self._sync.rest(lambda: self._governor.resting(_minute_of_the_day()))

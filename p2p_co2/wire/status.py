@@ -53,13 +53,12 @@ def read_status(status: Status) -> PeerStatus:
     read = PeerStatus(  # a slice of a repeated field is made twice as quickly as it is gone through
         status.phase, tuple(status.versions[:]), tuple(status.digests[:]), status.upload_bytes_per_s,
         status.download_bytes_per_s, status.finished, status.settled, status.counted, status.position,
-        status.heartbeat_s, status.process, status.model, status.name, status.visits,
+        status.heartbeat_s, status.process, status.model, status.name if is_name(status.name) else "",
+        status.visits,
     )  # fmt: skip
     for number in (read.position, read.upload_bytes_per_s, read.download_bytes_per_s, read.heartbeat_s):
         if not 0 <= number < 1e18:  # NaN fails every comparison
             raise RemoteProtocolError(Offence.BAD_STATUS, f"position or rate out of range: {number}")
-    if read.name and not is_name(read.name):
-        raise RemoteProtocolError(Offence.BAD_STATUS, f"a name of {len(read.name)} characters that is none")
     versions = read.versions
     digests = read.digests
     if 8 * len(read.finished) > MAX_FRAGMENTS + 7:

@@ -165,12 +165,13 @@ class CheckWanted:
 
 
 class Likeness(NamedTuple):
-    """Of a mean to our slice: the cosine between the two, how many times as long it is, and the root mean
-    square of the slice."""
+    """Of a mean to our slice: the cosine between the two, how many times as long it is, the root mean square
+    of the slice, and the share of its blocks that are not zero."""
 
     cosine: float
     length: float
     size: float
+    used: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,11 @@ BAD = Likeness(-1.0, math.inf, 0.0)
 
 
 def may_be_true(likeness: Likeness, size: float) -> bool:
-    """Whether a mean may hold our slice. ``size``: root mean square of all our slices. Rows of a table that
-    we hardly used say little of what others did there: a shorter slice is taken to be as long as that."""
-    longer = min(1.0, likeness.size / size) if size else 1.0
+    """Whether a mean may hold our slice. ``size``: root mean square of our slices elsewhere, 0 if there are
+    none. A slice that is zero in most blocks, as of a table's rows that we hardly used, says little of what
+    others did there: it is taken to be as long as those."""
+    is_sparse = 2 * likeness.used < 1
+    longer = (min(1.0, likeness.size / size) if size else 0.0) if is_sparse else 1.0
     return likeness.cosine >= -LEAST_COSINE and likeness.length * longer <= LONGEST
 
 
@@ -70,7 +72,8 @@ class Findings(dict[_Place, tuple[PeerId, Likeness | None]]):
         """In whose mean our slice is not what it should be. If most owners seem to lie, it is more likely the
         member's own slice that is odd."""
         found = {place: (owner, like) for place, (owner, like) in self.items() if like is not None}
-        size = math.sqrt(fmean(like.size**2 for _, like in found.values())) if found else 0.0
+        sizes = [like.size for _, like in found.values() if like.size > 0]
+        size = math.sqrt(fmean(one**2 for one in sizes)) if len(sizes) > 1 else 0.0
         owners = {owner for owner, _ in found.values()}
         bad = {place: owner for place, (owner, like) in found.items() if not may_be_true(like, size)}
         return set(bad) if 2 * len(set(bad.values())) <= len(owners) else set()

@@ -48,25 +48,27 @@ def reduce_slices(rule: AggregationRule, codec: Codec, parts: Sequence[Part]) ->
     return Mean(mean.encoded, tuple(counted[peer] for peer, _, _ in parts))
 
 
-def compare(codec: Codec, mine: Buffer, mean: Buffer) -> tuple[float, float, float]:
+def compare(codec: Codec, mine: Buffer, mean: Buffer) -> tuple[float, float, float, float]:
     """What a mean is like beside a slice in it: the cosine between the two, how many times as long it is, and
-    the slice's root mean square, all where they were looked at. (0, 0, ...) where one of them is zero, which
-    tells nothing; (-1, inf, 0) for a mean that is not finite.
+    the slice's root mean square, and the share of its blocks that are not zero, all where they were looked
+    at. (0, 0, ...) where one of them is zero, which tells nothing; (-1, inf, 0, 0) for a mean that is not
+    finite.
 
     Law: both are of the mean before it was encoded, so that one bound fits all codecs. What a codec keeps of
     Gaussian values, ``1 - error`` of their squares, is by how much less it points along any slice.
     """
     slices = Slices(codec, ("mine", "mean"), (mine, mean))
     try:
-        ((own, along), (_, whole)), seen = slices.products(LOOKED_AT)
+        ((own, along), (_, whole)), seen, used = slices.products(LOOKED_AT)
     except HostileSlice:
-        return -1.0, math.inf, 0.0
-    size = math.sqrt(own / max(1, seen))
+        return -1.0, math.inf, 0.0, 0.0
+    size = math.sqrt(own / max(1, seen * codec.block_values))
+    share = used / max(1, seen)
     if own == 0.0 or whole == 0.0:
-        return 0.0, 0.0, size
+        return 0.0, 0.0, size, share
     kept = math.sqrt(1 - codec.spec.error)
     cosine = along / math.sqrt(own) / math.sqrt(whole) / kept
-    return min(1.0, max(-1.0, cosine)), math.sqrt(whole) / math.sqrt(own) / kept, size
+    return min(1.0, max(-1.0, cosine)), math.sqrt(whole) / math.sqrt(own) / kept, size, share
 
 
 def _check(codec: Codec, parts: Sequence[Part]) -> None:

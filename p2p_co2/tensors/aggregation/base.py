@@ -57,17 +57,18 @@ class Slices:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def products(self, one_in: int = 1) -> tuple[list[list[float]], int]:
-        """[k][k]: the inner product of the values of each slice with those of each; and of how many values.
-        ``one_in``: of one in so many pieces, drawn by lot."""
+    def products(self, one_in: int = 1) -> tuple[list[list[float]], int, int]:
+        """[k][k]: the inner product of the values of each slice with those of each; of how many blocks, and
+        how many of the first slice are not zero. ``one_in``: of one in so many pieces, drawn by lot."""
         pieces = list(self._pieces(max(1, self._codec.chunk_blocks // len(self))))
         total = torch.zeros((len(self), len(self)), dtype=torch.float64, device="cpu")
-        seen = 0
+        seen = used = 0
         for at in pieces[secrets.randbelow(min(one_in, len(pieces) or 1)) :: one_in]:
             rows = torch.stack([self._decoded(index, at) for index in range(len(self))]).double()
             total += rows @ rows.T
-            seen += rows.shape[1]
-        return [[float(one) for one in row] for row in total], seen
+            seen += at.stop - at.start
+            used += int(rows[0].view(at.stop - at.start, -1).any(1).sum())
+        return [[float(one) for one in row] for row in total], seen, used
 
     def mean(self, weights: Sequence[float]) -> memoryview:
         """The weighted mean, encoded. What rounding carries past the largest fp32 value is clamped to it."""
