@@ -31,8 +31,6 @@ from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.system.accelerators import text_of
 from p2p_co2.system.process import holder_of
 
-_KERNEL = 2
-"""The parent of the kernel's own threads: they work for everybody, a checkpoint's disk too."""
 PROGRAMS = "its owner is using a program of --rest-for"
 SENSES = {
     "gpu": "its owner is using the GPU", "input": "its owner is using the keyboard or mouse",
@@ -139,7 +137,8 @@ class Owner:
         self._locks = {one: self._locks.get(one, at) for one in listed}
         young = {one for one, since_at in self._locks.items() if at - since_at < 10.0}  # it names its holder
         self._peers |= {one for one in young if _has_folder(one[0])}
-        ours = {own, _KERNEL, *(int(pid) for pid, _ in self._peers & listed)}
+        # Number 2's are the kernel's own threads: they work for everybody, for a checkpoint's disk too.
+        ours = {own, 2, *(int(pid) for pid, _ in self._peers & listed)}
         while more := {pid for pid, one in processes.items() if one.parent in ours} - ours:
             ours |= more
         return Moment(at, processes, ours, busy_ticks)
