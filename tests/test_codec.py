@@ -126,7 +126,7 @@ def test_the_two_codecs_of_bitsandbytes_say_so_where_it_is_missing(monkeypatch: 
         with pytest.raises(
             EnvironmentFault, match=rf"codec {name} needs bitsandbytes.*pip install bitsandbytes"
         ):
-            get_codec(name)
+            BitsAndBytesFourBit(SPECS[name])
     assert get_codec("int8").encode(gaussians(256)).numel()
 
 

@@ -317,7 +317,8 @@ def test_who_connects_with_a_clock_in_doubt_hears_it(
 
         def __init__(self, ticket: Ticket, config: PeerConfig, on_event: Callable[[ev.Event], None]) -> None:
             self.on_event = on_event
-            self.network = SimpleNamespace(clock_doubt=doubt, run=RunConfig())
+            identity = SimpleNamespace(peer_id=A)
+            self.network = SimpleNamespace(clock_doubt=doubt, run=RunConfig(), identity=identity)
 
         def open(self) -> None:
             return

@@ -63,6 +63,9 @@ for _kind in (int, float, str):
 def _events_of(event_type: type[Event]) -> st.SearchStrategy[Event]:
     hints = typing.get_type_hints(event_type)
     fields = {field.name: _VALUES[hints[field.name]] for field in dataclasses.fields(event_type)}
+    if "figures" in fields:  # whose names are checked
+        names = st.text("abc._-9", max_size=8).map("f{}".format)
+        fields["figures"] = st.dictionaries(names, _VALUES[float], max_size=4)
     return st.builds(event_type, **fields)
 
 

@@ -210,9 +210,10 @@ def test_a_ctrl_c_is_answered_and_the_last_words_say_what_was_given_and_how_to_c
         watch.see([finished("stopped")])
         watch.close()
         watch.close()
-        assert shown(text).splitlines()[-3:] == [
+        assert shown(text).splitlines()[-4:] == [
             "left: stopped; agreed state abababababababab",
             "contributed: 6,000 tokens in 0:22, work in 1 round, 25.0 % of what was counted meanwhile",
+            "to show it: p2p-co2 credit .",
             "to come back: p2p-co2 join @ticket --upload 2M",
         ]
         watch.say("after the end")
