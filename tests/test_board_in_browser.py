@@ -260,7 +260,6 @@ def option(driver: WebDriver) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.skip(reason="fails since a board recalls its past in a thread; cause not proven")
 def test_charts_keep_their_zoom_and_are_smoothed_and_logarithmic_when_asked() -> None:
     with looking("own") as (driver, _):
         wait_for(driver, "tokens")

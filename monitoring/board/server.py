@@ -263,7 +263,7 @@ class _Server(uvicorn.Server):
 
 async def serve(
     model: Model, history: BoardHistory, bound: socket.socket, token: str = "",
-    is_over: Callable[[float], bool] = lambda idle_s: False, recall: Callable[[], None] = lambda: None,
+    is_over: Callable[[float], bool] = lambda idle_s: False, recall: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """Serve until SIGINT, SIGTERM, or ``is_over`` says so; closes ``bound``, ``history`` and the feed.
 
@@ -280,16 +280,16 @@ async def serve(
     )  # fmt: skip
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[bound]), name="serve")
-    recalling = asyncio.create_task(asyncio.to_thread(recall), name="recall")
+    recalling = asyncio.create_task(asyncio.to_thread(recall or (lambda: None)), name="recall")
     unrecorded: list[Event] = []
-    has_past = False
+    has_past = recall is None  # a feed that brings its past tells it moment by moment, at once
     with StopSignals(lambda: loop.call_soon_threadsafe(stop.set)):
         try:
             while not (stop.is_set() or serving.done() or is_over(guard.idle_s())):
                 next_at = time.monotonic() + TICK_S
                 for events in model.moments(time.time()):
                     unrecorded += events
-                    if not recalling.done():
+                    if not has_past and not recalling.done():
                         continue
                     if not has_past:
                         has_past = True
