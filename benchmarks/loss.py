@@ -3,11 +3,11 @@
     python benchmarks/loss.py table --rounds 30 --seeds 0 1 2          # every rule and delay against DiLoCo
     python benchmarks/loss.py efficiency --rounds 16 30                # what a swarm of N peers is worth
     python benchmarks/loss.py efficiency --rounds 30 --variants        # 4 peers with other settings
-    python benchmarks/loss.py tax --rounds 150 --seeds 4               # the defence where nobody lies
+    python benchmarks/loss.py tax --rounds 50 --seeds 0 1 2 3          # the defence where nobody lies
 
 The peers are stacked in one process and the network is a delay in inner steps. What a peer offers, the mean
-and the outer step are the product's own. ``table`` and ``efficiency`` write a line of JSON for each run into
-``--out``, skip what is there, and print tables. ``--only``: the cases of these names. With ``--show``
+and the outer step are the product's own. Each run is a line of JSON in
+``--out``. They skip what is there, and print tables. ``--only``: the cases of these names. With ``--show``
 nothing is trained. A round is 30 inner steps whatever a case's own is, so equal rounds are equal tokens.
 
 ``efficiency``: **swarm** of N peers, each with its own batch, ``keep``, 4 fragments, a bit a value, rounds of
@@ -17,7 +17,7 @@ rate and the warm-up that fit N. **Lone**, one peer, also for longer.
 lone peers' losses by straight lines over the logarithm of tokens. Each length is a run of its own.
 
 ``tax``: four honest peers with the weight cap and rule "centred", against plain weights and
-rule "mean"; equally fast, or two of them ten times as fast. Rounds of ``--steps`` inner steps.
+rule "mean"; equally fast, or two of them ten times as fast. Agreement after each ten inner steps.
 
 Law: all cases of a seed have the same start, and at one number of peers the same windows of text, so they
 compare pairwise. Price: 64 tokens per peer and inner step, so losses lie far above what the model can reach.
@@ -30,14 +30,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import statistics
 import time
+import unicodedata
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import product
+from functools import cache, partial
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ from p2p_co2.config import ApplyRule, CodecConfig, OuterConfig, RunConfig
 from p2p_co2.planning.advice import swarm_factor
 from p2p_co2.protocol.ledger import PartWeights
 from p2p_co2.protocol.rounds.attempt import Share, capped
-from p2p_co2.recipes.corpus import Corpus, embedded_corpus
+from p2p_co2.recipes.corpus import Corpus, embedded_corpus, text_corpus
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import get_rule, reduce_slices
 from p2p_co2.tensors.codec import get_codec
@@ -57,72 +58,150 @@ from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.schedule import OfferState
 
-# ---- the model: a byte GPT, several of them stacked on a leading dimension
+# ---- what is trained: models stacked on a leading dimension, and the rows of data they read
 
-VOCAB, CONTEXT, WIDTH, HEADS, LAYERS = 256, 64, 128, 4, 2
+VOCAB, HEADS = 256, 4
 PEAK_LR, FLOOR, WARMUP_STEPS = 2e-3, 0.1, 45
-HELD_OUT_WINDOWS = 512
-
-_ATTENTION = (("qkv", 3 * WIDTH), ("out", WIDTH))
-# Fragments are contiguous in the flat vector: embeddings and head, all attention, and one MLP per block.
-FRAGMENTS: tuple[tuple[tuple[str, int, int], ...], ...] = (
-    (("wte", VOCAB, WIDTH), ("wpe", CONTEXT, WIDTH), ("smear", 1, WIDTH), ("head", WIDTH, VOCAB)),
-    tuple((f"{name}{layer}", WIDTH, size) for layer in (0, 1) for name, size in _ATTENTION),
-    (("up0", WIDTH, 4 * WIDTH), ("down0", 4 * WIDTH, WIDTH)),
-    (("up1", WIDTH, 4 * WIDTH), ("down1", 4 * WIDTH, WIDTH)),
-)
+HELD_OUT_ROWS = 512
 FED, FED_TIMES = ("wte", "head"), 4.0
 """Head and token table learn faster: while the head is small, the gradients of the matrices are noise."""
-SHAPES = {name: (rows, columns) for fragment in FRAGMENTS for name, rows, columns in fragment}
-PARAMETERS = sum(rows * columns for rows, columns in SHAPES.values())
+BLOCK = {"qkv", "out", "up", "down"}
+"""Names of the matrices of a block, without its number."""
 
+Shapes = tuple[tuple[str, int, int], ...]
 Stacked = dict[str, Tensor]
 """Parameters of M models: name -> fp32 [M, rows, columns], contiguous."""
 
 
-def start_params(seed: int, models: int) -> Stacked:
-    """The same start for every model: matrices scaled by their inputs, a head of zeros, so the first loss is
-    ln 256."""
-    generator = torch.Generator().manual_seed(seed)
-    scales = {"wte": 1.0, "wpe": 0.1, "smear": 0.0, "head": 0.0}
-    params: Stacked = {}
-    for name, (rows, columns) in SHAPES.items():
-        scale = 0.0 if name[:-1] in {"out", "down"} else scales.get(name, rows**-0.5)
-        params[name] = (torch.randn(rows, columns, generator=generator) * scale).repeat(models, 1, 1)
-    return params
+@dataclass(frozen=True)
+class Lab:
+    """A model and its data. ``kind``: "text", a byte GPT; "tuning", the same from a trained one on other
+    text; "table", a perceptron over columns of words. ``batch``: rows of ``context`` tokens and what is to be
+    told from them, per peer and inner step. ``peak``: a lone peer's learning rate. ``warmup``: what fits
+    data-parallel."""
 
+    kind: str = "text"
+    width: int = 128
+    layers: int = 2
+    context: int = 64
+    batch: int = 1
+    peak: float = PEAK_LR
+    warmup: int = 300
+    tokens: int = VOCAB
+    classes: int = VOCAB
 
-def each_loss(params: Stacked, windows: Tensor) -> Tensor:
-    """Mean cross-entropy of each model on its own windows.
+    @property
+    def fragments(self) -> tuple[Shapes, ...]:
+        """(name, rows, columns) of the parameters of each fragment: embeddings and head, all attention, and
+        the perceptrons in two halves."""
+        width, blocks = self.width, range(self.layers)
+        ends = (("wte", self.tokens, width), ("head", width, self.classes))
+        text = (ends[0], ("wpe", self.context, width), ("smear", 1, width), ends[1])
+        attention = tuple(
+            (f"{name}{block}", width, size)
+            for block in blocks
+            for name, size in (("qkv", 3 * width), ("out", width))
+        )
+        halves = [
+            tuple(
+                one
+                for block in half
+                for one in ((f"up{block}", width, 4 * width), (f"down{block}", 4 * width, width))
+            )
+            for half in (blocks[: self.layers // 2], blocks[self.layers // 2 :])
+        ]
+        return (ends, *halves) if self.kind == "table" else (text, attention, *halves)
 
-    ``windows``: int64 [M, B, T + 1]. Returns fp32 [M], nats per byte.
-    """
-    models, batch, length = windows.shape
-    length -= 1
-    inputs, targets = windows[..., :-1], windows[..., 1:]
-    rows = (inputs + VOCAB * torch.arange(models)[:, None, None]).flatten()
-    hidden = params["wte"].view(models * VOCAB, WIDTH)[rows].view(models, batch, length, WIDTH)
-    # A learned share of the embedding before, as in the product's byte GPT: pairs of bytes are seen from the
-    # start.
-    hidden = hidden + (0.5 + params["smear"][:, None]) * F.pad(hidden[:, :, :-1], (0, 0, 1, 0))
-    hidden = (hidden + params["wpe"][:, None, :length]).view(models, batch * length, WIDTH)
-    for layer in range(LAYERS):
-        mixed = torch.bmm(F.layer_norm(hidden, (WIDTH,)), params[f"qkv{layer}"])
-        query, key, value = mixed.view(models * batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+    def start(self, seed: int, models: int) -> Stacked:
+        """The same start for every model: matrices scaled by their inputs, a head of zeros, so the first loss
+        is that of even odds. Of "tuning": a trained model."""
+        if self.kind == "tuning":
+            return {
+                name: one.repeat(models, 1, 1) for name, one in trained(replace(self, kind="text")).items()
+            }
+        generator = torch.Generator().manual_seed(seed)
+        scales = {"wte": 1.0, "wpe": 0.1, "smear": 0.0, "head": 0.0}
+        params: Stacked = {}
+        for name, rows, columns in chain(*self.fragments):
+            scale = 0.0 if name[:-1] in {"out", "down"} else scales.get(name, rows**-0.5)
+            params[name] = (torch.randn(rows, columns, generator=generator) * scale).repeat(models, 1, 1)
+        return params
+
+    def each_loss(self, params: Stacked, rows: Tensor) -> Tensor:
+        """Mean cross-entropy of each model on its own rows, int64 [M, B, context + 1]. Returns fp32 [M], in
+        nats per byte of text or row of a table."""
+        models, batch, length = rows.shape
+        length -= 1
+        inputs, targets = rows[..., :-1], rows[..., 1:]
+        places = (inputs + self.tokens * torch.arange(models)[:, None, None]).flatten()
+        hidden = params["wte"].view(models * self.tokens, self.width)[places].view(models, batch, length, -1)
+        if self.kind == "table":
+            hidden, targets = hidden.sum(2), targets[..., -1:]
+        else:
+            # A learned share of the embedding before, as in the product's byte GPT: pairs of bytes are seen
+            # from the start.
+            hidden = hidden + (0.5 + params["smear"][:, None]) * F.pad(hidden[:, :, :-1], (0, 0, 1, 0))
+            hidden = hidden + params["wpe"][:, None, :length]
+        hidden = hidden.reshape(models, -1, self.width)
+        for block in range(self.layers):
+            if self.kind != "table":
+                hidden = hidden + self._attended(params, block, hidden, batch)
+            mixed = F.relu(torch.bmm(F.layer_norm(hidden, (self.width,)), params[f"up{block}"]))
+            hidden = hidden + torch.bmm(mixed, params[f"down{block}"])
+        logits = torch.bmm(F.layer_norm(hidden, (self.width,)), params["head"])
+        each = F.cross_entropy(logits.view(-1, self.classes), targets.flatten(), reduction="none")
+        return each.view(models, -1).mean(1)
+
+    def _attended(self, params: Stacked, block: int, hidden: Tensor, batch: int) -> Tensor:
+        models, width = len(hidden), self.width
+        mixed = torch.bmm(F.layer_norm(hidden, (width,)), params[f"qkv{block}"])
+        query, key, value = mixed.view(models * batch, -1, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
         query, key = F.layer_norm(query, query.shape[-1:]), F.layer_norm(key, key.shape[-1:])
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        mixed = mixed.transpose(1, 2).reshape(models, batch * length, WIDTH)
-        hidden = hidden + torch.bmm(mixed, params[f"out{layer}"])
-        mixed = F.relu(torch.bmm(F.layer_norm(hidden, (WIDTH,)), params[f"up{layer}"]))
-        hidden = hidden + torch.bmm(mixed, params[f"down{layer}"])
-    logits = torch.bmm(F.layer_norm(hidden, (WIDTH,)), params["head"])
-    each = F.cross_entropy(logits.view(-1, VOCAB), targets.flatten(), reduction="none")
-    return each.view(models, -1).mean(1)
+        return torch.bmm(mixed.transpose(1, 2).reshape(models, -1, width), params[f"out{block}"])
 
 
-def gradients(params: Stacked, windows: Tensor) -> list[Tensor]:
-    """One gradient per tensor of ``params``; the sum over models keeps them independent."""
-    return list(torch.autograd.grad(each_loss(params, windows).sum(), list(params.values())))
+DOCS = Path(__file__).parent.parent / "docs"
+"""The other text: English, where the embedded corpus is Python."""
+TEXT = Lab()
+LABS = {
+    "text": TEXT,
+    "large": Lab(width=160, layers=4, context=128, batch=4),
+    "tuning": Lab("tuning", peak=1e-3, warmup=WARMUP_STEPS),
+    "table": Lab("table", warmup=WARMUP_STEPS, context=16, batch=4, tokens=1024, classes=64),
+}
+
+
+@cache
+def trained(lab: Lab) -> Stacked:
+    """By a lone peer, 150 rounds."""
+    return train(Case("", "lone", 1, lab, peak=lab.peak), 150, 0)[1]
+
+
+@cache
+def data(lab: Lab) -> Corpus:
+    """Train and held-out rows, uint8 or int16 [rows, context + 1]."""
+    if lab.kind == "table":
+        return characters(lab)
+    corpus = embedded_corpus() if lab.kind == "text" else text_corpus(DOCS)
+    return Corpus(*(one.unfold(0, lab.context + 1, 1) for one in corpus))
+
+
+def characters(lab: Lab) -> Corpus:
+    """Unicode's named characters as a table. A row has the character's category and its name's words but the
+    first, hashed; then its class, the first word, with one for all that are rare."""
+    every = [(one, unicodedata.name(one, "").replace("-", " ").split()) for one in map(chr, range(0x30000))]
+    # The names of ideographs and syllables are counted or spelt, not given.
+    named = [one for one in every if len(one[1]) > 1 and one[1][0] not in {"CJK", "HANGUL"}]
+    first = Counter(words[0] for _, words in named).most_common(lab.classes - 1)
+    classes = {word: number for number, (word, _) in enumerate(first)}
+    kinds: tuple[list[list[int]], list[list[int]]] = ([], [])
+    for character, words in named:
+        told = [unicodedata.category(character), *words[1:]][: lab.context]
+        row = [1 + zlib.crc32(word.encode()) % (lab.tokens - 1) for word in told]
+        row += [0] * (lab.context - len(row)) + [classes.get(words[0], len(classes))]
+        kinds[zlib.crc32(" ".join(words).encode()) % 20 == 0].append(row)
+    return Corpus(*(torch.tensor(rows, dtype=torch.int16) for rows in kinds))
 
 
 def flatten(params: Stacked, names: Sequence[str]) -> Tensor:
@@ -139,40 +218,38 @@ def unflatten_(params: Stacked, names: Sequence[str], flat: Tensor) -> None:
 
 
 def learning_rate(step: int, steps: int, warmup: int = WARMUP_STEPS) -> float:
-    """Warm-up, then a cosine from ``PEAK_LR`` down to ``FLOOR`` of it: the papers' schedule, the same for all
-    rows."""
+    """Of the peak: warm-up, then a cosine down to ``FLOOR``, the papers' schedule."""
     if step < warmup:
-        return PEAK_LR * (step + 1) / warmup
+        return (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
-    return PEAK_LR * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
+    return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-class Windows:
-    """The text as windows of ``CONTEXT + 1`` tokens: ``step`` gives [peers, 1, CONTEXT + 1] int64, fixed by
-    the seed."""
+class Batches:
+    """What each peer trains on: ``step`` gives int64 [peers, batch, context + 1], fixed by the seed."""
 
-    def __init__(self, corpus: Corpus, seed: int, steps: int, peers: int) -> None:
+    def __init__(self, lab: Lab, seed: int, steps: int, peers: int) -> None:
         generator = torch.Generator().manual_seed(7919 * seed + 1)
-        self._text, self._span = corpus.train, torch.arange(CONTEXT + 1)
-        self._starts = torch.randint(len(self._text) - CONTEXT - 1, (steps, peers, 1, 1), generator=generator)
+        self._rows = data(lab).train
+        self._places = torch.randint(len(self._rows) - 1, (steps, peers, lab.batch), generator=generator)
 
     def step(self, index: int) -> Tensor:
-        return self._text[self._starts[index] + self._span].long()
+        return self._rows[self._places[index]].long()
 
 
-def held_out_windows(corpus: Corpus, count: int, context: int) -> Sequence[Tensor]:
-    """A fixed set, the same for all rows and seeds: int64 [at most 32, context + 1] each."""
-    generator = torch.Generator().manual_seed(0)
-    starts = torch.randint(len(corpus.held_out) - context - 1, (count, 1), generator=generator)
-    return corpus.held_out[starts + torch.arange(context + 1)].long().split(32)
+def held_out_rows(rows: Tensor, count: int) -> tuple[Tensor, ...]:
+    """A fixed set, the same for all cases and seeds: int64 [at most 32, context + 1] each."""
+    places = torch.randint(len(rows) - 1, (count,), generator=torch.Generator().manual_seed(0))
+    return rows[places].long().split(32)
 
 
-def held_out_loss(params: Stacked, corpus: Corpus) -> float:
+def held_out_loss(lab: Lab, params: Stacked) -> float:
     """Of the first model."""
     first = {name: tensor[:1].detach() for name, tensor in params.items()}
-    windows = held_out_windows(corpus, HELD_OUT_WINDOWS, CONTEXT)
+    rows = held_out_rows(data(lab).held_out, HELD_OUT_ROWS)
     with torch.no_grad():
-        return float(torch.stack([each_loss(first, piece[None]) for piece in windows]).mean())
+        each = [lab.each_loss(first, piece[None]) for piece in rows]
+        return float(torch.stack(each).mean())
 
 
 # ---- what is compared
@@ -180,24 +257,24 @@ def held_out_loss(params: Stacked, corpus: Corpus) -> float:
 ROUND = 30
 """Inner steps of what the tables call a round."""
 SIZES = (1, 2, 4, 8)
-NAMES = [[name for name, _, _ in fragment] for fragment in FRAGMENTS]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train. ``kind``: "swarm", "data-parallel" or "lone". ``windows``: of 64 tokens, per peer and
-    inner step. ``every``: inner steps of a swarm's round. ``delay``: inner steps from a send to its mean.
-    ``feedback``: error feedback. ``optimizer``: "adamw", or "muon" (matrices of the blocks; AdamW for the
+    """One way to train. ``kind``: "swarm", "data-parallel" or "lone". ``every``: inner steps of a swarm's
+    round. ``delay``: inner steps from a send to its mean. ``whole``: all parameters are one fragment.
+    ``feedback``: error feedback. ``slow``: so many of the peers, the last. ``cap``: the weight cap, with rule
+    "centred"; 0 is the plain mean. ``optimizer``: "adamw", or "muon" (matrices of the blocks; AdamW for the
     rest). ``peak``: its learning rate after ``warmup`` inner steps."""
 
     name: str
     kind: str = "swarm"
     peers: int = 4
-    windows: int = 1
+    lab: Lab = TEXT
     every: int = ROUND
     delay: int = 7
     rule: str = "keep"
-    fragments: int = len(NAMES)
+    whole: bool = False
     lr: float = 0.7
     momentum: float = 0.5
     nesterov: bool = True
@@ -205,6 +282,8 @@ class Case:
     clip: str = "rms"
     codec: str = "int4"
     feedback: bool = False
+    slow: int = 0
+    cap: float = 0.0
     optimizer: str = "adamw"
     peak: float = PEAK_LR
     warmup: int = WARMUP_STEPS
@@ -212,6 +291,7 @@ class Case:
     def run_config(self) -> RunConfig:
         rule: ApplyRule = self.rule  # type: ignore[assignment]
         return RunConfig(
+            weight_cap=self.cap,
             codec=CodecConfig(name=self.codec, error_feedback=self.feedback),
             outer=OuterConfig(
                 rule=rule, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov,
@@ -221,13 +301,14 @@ class Case:
 
     def names(self) -> list[list[str]]:
         """Of the parameters of each fragment."""
-        return NAMES if self.fragments == len(NAMES) else [[name for group in NAMES for name in group]]
+        names = [[name for name, _, _ in fragment] for fragment in self.lab.fragments]
+        return [list(chain(*names))] if self.whole else names
 
 
 DEFAULT = Case("swarm of 4")
 SHORT = replace(DEFAULT, codec="sign", feedback=True, every=8, delay=2)
 """As many bytes in shorter rounds."""
-WHOLE = replace(DEFAULT, fragments=1)
+WHOLE = replace(DEFAULT, whole=True)
 PAPER = replace(WHOLE, lr=1.0, nesterov=False)
 """The settings of CO2 and eager."""
 BASE = replace(WHOLE, name="synchronous DiLoCo fp32", delay=0, codec="fp32")
@@ -254,16 +335,23 @@ def fitted(case: Case) -> Case:
     return replace(case, peak=case.peak * swarm_factor(case.peers), warmup=300)
 
 
-def sized_cases(optimizer: str, peak: float) -> list[Case]:
-    """Of one inner optimizer, by number of peers; the most important first."""
-    kind = "" if optimizer == "adamw" else f", {optimizer}"
-    cases = [Case(f"lone{kind}", "lone", 1, optimizer=optimizer, peak=peak)]
+VARIETIES = {
+    "": (TEXT, SHORT),
+    ", muon": (replace(TEXT, peak=2 * PEAK_LR), replace(SHORT, optimizer="muon")),
+} | {f", {name}": (lab, replace(SHORT, codec="q2")) for name, lab in LABS.items() if name != "text"}
+"""What the cases' names end in: a model and its data, and the swarm's settings."""
+
+
+def sized_cases(variety: str) -> list[Case]:
+    """By number of peers; the most important first."""
+    lab, short = VARIETIES[variety]
+    base = replace(short, lab=lab, peak=lab.peak)
+    cases = [replace(base, name=f"lone{variety}", kind="lone", peers=1)]
     for peers in (4, 2, 8, 1):
-        swarm = replace(SHORT, name=f"swarm of {peers}{kind}", peers=peers, optimizer=optimizer, peak=peak)
-        cases.append(fitted(swarm))
+        cases.append(fitted(replace(base, name=f"swarm of {peers}{variety}", peers=peers)))
         if peers > 1:
-            name = f"data-parallel {peers}{kind}"
-            cases.append(fitted(Case(name, "data-parallel", peers, optimizer=optimizer, peak=peak)))
+            name = f"data-parallel {peers}{variety}"
+            cases.append(replace(cases[-1], name=name, kind="data-parallel", warmup=lab.warmup))
     return cases
 
 
@@ -284,6 +372,12 @@ def variant_cases() -> list[Case]:
     return cases
 
 
+def tax_cases() -> list[list[Case]]:
+    """Four honest peers, without the defence and with it: equally fast, and two of them slow."""
+    plain = [Case("equal", delay=0, every=10), Case("two slow", delay=0, every=10, slow=2)]
+    return [[one, replace(one, name=f"{one.name}, defence", cap=RunConfig().weight_cap)] for one in plain]
+
+
 # Training
 
 
@@ -293,9 +387,7 @@ class StackedMuon:
 
     def __init__(self, params: Stacked) -> None:
         self._params = params
-        self._matrices = {
-            name: one for name, one in params.items() if name[:-1] in {"qkv", "out", "up", "down"}
-        }
+        self._matrices = {name: one for name, one in params.items() if name[:-1] in BLOCK}
         self._slices = [
             torch.nn.Parameter(piece) for one in self._matrices.values() for piece in one.detach().unbind()
         ]
@@ -327,58 +419,57 @@ def _gradient(tensor: Tensor) -> Tensor:
 
 
 class Together:
-    """The peers of one speed: their models on one leading dimension, trained as one computation."""
+    """Peers of one speed, trained as one computation. ``params``: the models of all peers, of which theirs,
+    ``peers``, are trained in place. ``every``: inner steps of the fastest peer for one of theirs."""
 
-    def __init__(self, seed: int, peers: Sequence[int], every: int, optimizer: str = "adamw") -> None:
-        self.peers, self.every = tuple(peers), every
-        self.params = start_params(seed, len(self.peers))
-        for tensor in self.params.values():
-            tensor.requires_grad_(True)
-        self._optimizer = (StackedMuon if optimizer == "muon" else adamw)(self.params)
+    def __init__(self, case: Case, params: Stacked, peers: slice, every: int) -> None:
+        self._lab, self._peers, self._every = case.lab, peers, every
+        self._params = {name: tensor[peers].requires_grad_() for name, tensor in params.items()}
+        self._optimizer = (StackedMuon if case.optimizer == "muon" else adamw)(self._params)
 
-    def step(self, windows: Tensor, lr: float) -> None:
-        """``windows``: int64 [all peers, batch, CONTEXT + 1]"""
-        parts = gradients(self.params, windows[list(self.peers)])
-        for tensor, gradient in zip(self.params.values(), parts, strict=True):
+    def step(self, step: int, rows: Tensor, lr: float) -> None:
+        """``step``: of the fastest peer. ``rows``: int64 [all peers, batch, context + 1]"""
+        if (step + 1) % self._every:
+            return
+        losses = self._lab.each_loss(self._params, rows[self._peers])
+        # The sum over models keeps their gradients independent.
+        parts = torch.autograd.grad(losses.sum(), list(self._params.values()))
+        for tensor, gradient in zip(self._params.values(), parts, strict=True):
             tensor.grad = gradient
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group.get("times", 1.0)
         self._optimizer.step()
 
 
-def rate(case: Case, step: int, steps: int) -> float:
-    """The learning rate of inner step ``step`` of ``steps``."""
-    return learning_rate(step, steps, case.warmup) * case.peak / PEAK_LR
-
-
-def train(case: Case, rounds: int, seed: int, corpus: Corpus) -> dict[str, object]:
-    """Train one case; returns its line of the output file."""
-    steps, started_at = rounds * ROUND, time.perf_counter()
-    windows = Windows(corpus, seed, steps, case.peers * case.windows)
+def train(case: Case, rounds: int, seed: int) -> tuple[Stacked, Stacked]:
+    """Train one case. Returns its models, and what they agreed on, as many times."""
+    steps = rounds * ROUND
+    batches = Batches(case.lab, seed, steps, case.peers)
     models = case.peers if case.kind == "swarm" else 1
-    together = Together(seed, range(models), 1, case.optimizer)
-    params = together.params
+    params = case.lab.start(seed, models)
+    together = [Together(case, params, slice(models - case.slow), 1)]
+    if case.slow:
+        together.append(Together(case, params, slice(models - case.slow, models), SLOW_TIMES))
     groups = case.names() if case.kind == "swarm" else []
     fragments = [
         HeldFragment(case, names, math.ceil(index * case.every / len(groups)), params)
         for index, names in enumerate(groups)
     ]
     for step in range(steps):
-        batch = windows.step(step).view(models, -1, CONTEXT + 1)
-        together.step(batch, rate(case, step, steps))
+        rows = batches.step(step).view(models, -1, case.lab.context + 1)
+        for one in together:
+            one.step(step, rows, learning_rate(step, steps, case.warmup) * case.peak)
         for fragment in fragments:
             fragment.boundary(step + 1)
-    one_peer = held_out_loss(params, corpus)
+    live = {name: one.detach().clone() for name, one in params.items()}
     for fragment, names in zip(fragments, groups, strict=True):
         fragment.flush(steps)
         unflatten_(params, names, fragment.agreed().expand(models, -1))
-    return asdict(case) | {
-        "rounds": rounds, "seed": seed, "parameters": PARAMETERS,
-        "tokens": steps * case.peers * case.windows * CONTEXT, "loss": held_out_loss(params, corpus),
-        "loss_one_peer": one_peer, "seconds": time.perf_counter() - started_at,
-    }  # fmt: skip
+    return live, params
 
 
+SLOW_TIMES = 10
+"""A quick peer makes so many inner steps for one of a slow one's."""
 OFFER_ID = bytes(8)
 """Of every offer: each peer has one at a time."""
 
@@ -394,9 +485,13 @@ class HeldFragment:
         self._peers = [
             FragmentState(settings, self._codec, str(peer), outer.init(one)) for peer, one in enumerate(start)
         ]
-        everybody = {str(peer): 1.0 for peer in range(len(start))}
-        ids = dict.fromkeys(everybody, OFFER_ID)
-        self._parts = [PartWeights(0, self._codec.blocks(start.shape[1]), everybody, ids)]
+        quick = len(start) - case.slow
+        shares = {
+            PeerId(str(peer)): Share(1.0 if peer < quick else 1 / SLOW_TIMES, 0) for peer in range(len(start))
+        }
+        self._weights = capped(shares, case.cap)
+        self._rule = get_rule(settings.aggregation.rule)
+        self._parts: list[PartWeights] = []
         self._mean: bytes | None = None  # in flight
         self._base_version = self._apply_at = self._sent_at = 0
 
@@ -428,13 +523,22 @@ class HeldFragment:
         return self.state.params[None]
 
     def _send(self) -> None:
-        live, payloads = flatten(self._params, self._names), []
+        live, payloads = flatten(self._params, self._names), {}
         for peer, ledger in enumerate(self._peers):
             offer = ledger.offer(live[peer].clone(), OfferState(OFFER_ID))
-            payloads.append((str(peer), 1.0, offer.payload))
+            payloads[PeerId(str(peer))] = memoryview(offer.payload)
             self._base_version = offer.base_version
             self._merge_(live, peer, offer.merge)
-        self._mean = reduce_slices(get_rule("mean"), self._codec, payloads).encoded
+        blocks, self._parts, self._mean = self._codec.blocks(live.shape[1]), [], b""
+        ids: dict[str, bytes] = dict.fromkeys(payloads, OFFER_ID)
+        each = -(-blocks // len(payloads))  # of which every peer owns a part
+        for first in range(0, blocks, each):
+            part = slice(first * self._codec.block_bytes, (first + each) * self._codec.block_bytes)
+            slices = [(peer, self._weights[peer], one[part]) for peer, one in payloads.items()]
+            mean = reduce_slices(self._rule, self._codec, slices)
+            self._mean += mean.encoded
+            counted: dict[str, float] = dict(zip(payloads, mean.weights, strict=True))
+            self._parts.append(PartWeights(first, min(first + each, blocks), counted, ids))
         unflatten_(self._params, self._names, live)
 
     def _commit(self) -> None:
@@ -523,11 +627,11 @@ def efficiency_table(losses: Losses, rounds: int, kind: str = "") -> str:
     return "\n".join(lines)
 
 
-def variants_table(losses: Losses, rounds: int) -> str:
-    """Markdown, one line a variant: its loss, and against 4 peers as in the table."""
-    base = losses.get(("swarm of 4", rounds), {})
-    lines = _head("4 peers | loss | against the table's | seeds")
-    for case in variant_cases():
+def cases_table(cases: Sequence[Case], losses: Losses, rounds: int) -> str:
+    """Markdown, one line a case, each against the first."""
+    base = losses.get((cases[0].name, rounds), {})
+    lines = _head(f"case | loss | against {cases[0].name} | seeds")
+    for case in cases:
         if seeds := losses.get((case.name, rounds)):
             lines.append(f"| {case.name} | {_mean(seeds)} | {against(seeds, base)} | {len(seeds)} |")
     return "\n".join(lines)
@@ -551,41 +655,31 @@ def _worth(seeds: Mapping[int, float], rounds: int, curve: Mapping[int, float]) 
     return f"> {max(curve) / rounds:.1f}" if math.isinf(found) else f"{found:.1f}"
 
 
-def rules_table(losses: Losses, rounds: int) -> str:
-    """Markdown, one line a rule and delay: median over seeds, half the spread, and against synchronous
-    DiLoCo."""
-    base = losses.get((BASE.name, rounds), {})
-    lines = _head("case | outer lr, momentum | codec | seeds | loss | ± | against DiLoCo")
-    for case in rule_cases():
-        if not (seeds := losses.get((case.name, rounds))):
-            continue
-        kind = "Nesterov" if case.nesterov else "heavy ball"
-        setting = f"{case.lr}, {case.momentum} {kind} | {case.codec}" if case.kind == "swarm" else "- | -"
-        each = list(seeds.values())
-        lines.append(
-            f"| {case.name} | {setting} | {len(each)} | {statistics.median(each):.3f} "
-            f"| {(max(each) - min(each)) / 2:.3f} | {against(seeds, base)} |"
-        )
-    return "\n".join(lines)
-
-
 def table(options: argparse.Namespace) -> Figures:
     """Every apply rule and delay, against synchronous DiLoCo."""
-    return _play([(case, (1,)) for case in rule_cases()], options, {"rules": rules_table})
+    return _play(
+        [(case, (1,)) for case in rule_cases()], options, {"rules": partial(cases_table, rule_cases())}
+    )
 
 
 def efficiency(options: argparse.Namespace) -> Figures:
     """What a swarm is worth, against data-parallel and a lone peer."""
-    sized = [*sized_cases("adamw", PEAK_LR), *sized_cases("muon", 2 * PEAK_LR)]
+    sized = [case for variety in VARIETIES for case in sized_cases(variety)]
     sized = [case for case in sized if case.kind == "lone" or case.peers in options.peers]
     # The table's lone peer trains as long as each number of peers together, too.
     cases = [(case, tuple(options.peers) if case.kind == "lone" else (1,)) for case in sized]
     if options.variants or options.only:
         cases = [(case, (1,)) for case in variant_cases()] + (cases if options.only else [])
-    return _play(cases, options, {
-        "by peers": efficiency_table, "by peers, Muon": partial(efficiency_table, kind=", muon"),
-        "variants": variants_table,
-    })  # fmt: skip
+    tables = {f"by peers{variety}": partial(efficiency_table, kind=variety) for variety in VARIETIES}
+    return _play(
+        cases, options, tables | {"variants": partial(cases_table, [fitted(SHORT), *variant_cases()])}
+    )
+
+
+def tax(options: argparse.Namespace) -> Figures:
+    """What the defence adds where nobody lies."""
+    cases = [(case, (1,)) for case in chain(*tax_cases())]
+    return _play(cases, options, {pair[0].name: partial(cases_table, pair) for pair in tax_cases()})
 
 
 def _play(
@@ -598,10 +692,13 @@ def _play(
     for rounds, seed, (case, lengths) in product(options.rounds, options.seeds, chosen):
         for times in lengths:
             if seed not in by_case(read_lines(options.out)).get((case.name, rounds * times), {}):
-                line = train(case, rounds * times, seed, embedded_corpus())
+                started_at = time.perf_counter()
+                loss = held_out_loss(case.lab, train(case, rounds * times, seed)[1])
+                line = asdict(case) | {"rounds": rounds * times, "seed": seed, "loss": loss}
+                line |= {"seconds": time.perf_counter() - started_at}
                 with options.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
-                note(f"{case.name}, {rounds * times} rounds, seed {seed}: {line['loss']:.4f}")
+                note(f"{case.name}, {rounds * times} rounds, seed {seed}: {loss:.4f}")
     losses = by_case(read_lines(options.out))
     for rounds in sorted({rounds for _, rounds in losses}):
         for title, told in tables.items():
@@ -610,107 +707,12 @@ def _play(
     return {"losses": {f"{name}, {rounds} rounds": seeds for (name, rounds), seeds in losses.items()}}
 
 
-# ---- the defence against liars
-
-SPEEDS = {"equal": (1, 1, 1, 1), "ten times": (1, 1, 10, 10)}
-"""Inner steps of the fastest for one of each peer's."""
-CAPS = (0.0, RunConfig().weight_cap)
-
-
-class Averaged:
-    """One fragment of all peers: the agreed state, and the round that makes the next one."""
-
-    def __init__(self, run: RunConfig, names: Sequence[str], params: Stacked) -> None:
-        self._run, self._names, self._codec = run, names, get_codec(run.codec.name)
-        self.state = outer.init(flatten(params, names)[0])
-
-    def average(self, groups: Sequence[Together], tokens: Sequence[float]) -> None:
-        """A round with everybody: offers, the mean of each part by the run's rule, the outer step, and all
-        models at the agreed parameters."""
-        shares = {PeerId(str(peer)): Share(amount, 0) for peer, amount in enumerate(tokens)}
-        weights = capped(shares, self._run.weight_cap)
-        offers = {}
-        for group in groups:
-            for peer, live in zip(group.peers, flatten(group.params, self._names), strict=True):
-                gradient = self.state.params - live
-                offers[PeerId(str(peer))] = self._codec.encode(gradient).numpy()
-        size = len(next(iter(offers.values())))
-        part_bytes = -(-size // self._codec.block_bytes // len(tokens)) * self._codec.block_bytes
-        rule = get_rule(self._run.aggregation.rule)
-        means = bytearray()
-        for start in range(0, size, part_bytes):
-            slices = [
-                (peer, weights[peer], memoryview(offer[start : start + part_bytes]))
-                for peer, offer in offers.items()
-            ]
-            means += reduce_slices(rule, self._codec, slices).encoded
-        mean = self._codec.decode(torch.frombuffer(means, dtype=torch.uint8))[: self.state.params.numel()]
-        self.state, _ = outer.step(self._run.outer, self.state, mean, self.state.version)
-        for group in groups:
-            unflatten_(group.params, self._names, self.state.params.expand(len(group.peers), -1))
-
-
-def by_speed(seed: int, every: Sequence[int]) -> list[Together]:
-    """``every``: by peer, inner steps of the fastest for one of its own."""
-    speeds = sorted(set(every))
-    return [
-        Together(seed, [peer for peer, one in enumerate(every) if one == speed], speed) for speed in speeds
-    ]
-
-
-def play(
-    groups: Sequence[Together], fragments: Sequence[Averaged], windows: Windows, rounds: int, steps: int
-) -> None:
-    """Rounds of ``steps`` inner steps of the fastest peers, after each of which everybody averages."""
-    every = {peer: group.every for group in groups for peer in group.peers}
-    tokens = [float(CONTEXT * (steps // every[peer])) for peer in sorted(every)]
-    for round_ in range(rounds):
-        for step in range(round_ * steps, (round_ + 1) * steps):
-            batch, lr = windows.step(step), learning_rate(step, rounds * steps)
-            for group in groups:
-                if (step + 1) % group.every == 0:
-                    group.step(batch, lr)
-        for fragment in fragments:
-            fragment.average(groups, tokens)
-
-
-def train_defended(rounds: int, steps: int, case: tuple[int, str, float]) -> float:
-    """Held-out loss of the agreed parameters. ``case``: (seed, name of the speeds, weight cap)."""
-    seed, speeds, cap = case
-    torch.set_num_threads(1)
-    settings, corpus = RunConfig(weight_cap=cap), embedded_corpus()
-    groups = by_speed(seed, SPEEDS[speeds])
-    fragments = [Averaged(settings, some, groups[0].params) for some in NAMES]
-    play(groups, fragments, Windows(corpus, seed, rounds * steps, len(SPEEDS[speeds])), rounds, steps)
-    return held_out_loss(groups[0].params, corpus)
-
-
-def tax(options: argparse.Namespace) -> Figures:
-    """What the defence adds where nobody lies, by name of the speeds."""
-    rounds, steps, seeds = options.rounds, options.steps, options.seeds
-    if steps % max(map(max, SPEEDS.values())):
-        raise SystemExit("error: --steps must be a multiple of 10: a slow peer makes one step in ten")
-    cases = list(product(range(seeds), SPEEDS, CAPS))
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
-        losses = dict(zip(cases, pool.map(partial(train_defended, rounds, steps), cases), strict=True))
-    without, with_ = CAPS
-    found: Figures = {}
-    for speeds in SPEEDS:
-        pairs = [(losses[seed, speeds, without], losses[seed, speeds, with_]) for seed in range(seeds)]
-        found[speeds] = {
-            "loss_undefended": [round(pair[0], 5) for pair in pairs],
-            "loss_defended": [round(pair[1], 5) for pair in pairs],
-            "median_relative_difference": round(statistics.median(b / a - 1 for a, b in pairs), 6),
-        }
-    return found
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     commands = parser.add_subparsers(required=True)
     for made in (
         command(commands, "table", table, out=(Path("loss_table.jsonl"), "JSON lines, kept")),
+        command(commands, "tax", tax, out=(Path("loss_tax.jsonl"), "JSON lines, kept")),
         command(
             commands, "efficiency", efficiency, peers=(list(SIZES), "numbers of peers"),
             out=(Path("token_efficiency.jsonl"), "JSON lines, kept"),
@@ -721,10 +723,6 @@ def main() -> None:
         made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="which ones")
         made.add_argument("--only", nargs="*", help="the cases of these names")
         made.add_argument("--show", action="store_true", help="the tables of what is done; train nothing")
-    command(
-        commands, "tax", tax, rounds=(150, "of --steps"), steps=(10, "inner steps of a round, tens of them"),
-        seeds=(4, "so many"), processes=(2, "at a time"),
-    )  # fmt: skip
     run(parser)
 
 

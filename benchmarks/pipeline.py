@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 
 import torch
 from common import ROOT, Bench, Figures, against, bench, command, note, parser_of, run
+from loss import PEAK_LR, HeldFragment, held_out_rows, learning_rate, unflatten_
 from loss import Case as Setting
-from loss import HeldFragment, held_out_windows, learning_rate, unflatten_
 from loss import against as against_base
 from torch import Tensor, nn
 
@@ -373,7 +373,7 @@ class Swarm:
         """All inner steps of the run. ``progress``: told each round and its mean loss so far."""
         steps, loss = self._case.rounds * STEPS, 0.0
         for step in range(steps):
-            self._optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
+            self._optimizer.param_groups[0]["lr"] = PEAK_LR * learning_rate(step, steps)
             loss += self._inner_step(step)
             for group in self._groups:
                 group.boundary(step + 1)
@@ -449,7 +449,7 @@ def measure(variant: Variant, case: Case, seed: int, corpus: Corpus) -> float:
     swarm = Swarm(variant, case, seed, Microbatches(corpus, seed, case))
     swarm.train(lambda round_, loss: None)
     agreed = Chain(modules[0] for modules in swarm.modules)
-    windows = held_out_windows(corpus, HELD_OUT_WINDOWS, SHAPE.context)
+    windows = held_out_rows(corpus.held_out.unfold(0, SHAPE.context + 1, 1), HELD_OUT_WINDOWS)
     with torch.no_grad():
         each = (next_token_loss(agreed, (one[:, :-1], one[:, 1:])) for one in windows)
         return statistics.mean(map(float, each))
