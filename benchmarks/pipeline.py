@@ -62,7 +62,6 @@ STAGE_S = 0.018
 """Of a forward; a microbatch takes three times that: 54 ms, as a stage of the demo's model does."""
 COMPUTE_S = 3 * STAGE_S
 FP32_BYTES = 4 * POSITIONS * WIDTH
-REPORT_S = 1.5
 
 
 def run_of(
@@ -101,7 +100,10 @@ def wait_until_counted(swarm: Bench, names: Sequence[str], count: int) -> None:
 def grown(swarm: Bench, names: Sequence[str], seconds: float) -> dict[str, tuple[float, float]]:
     """By peer, over so many seconds from now: microbatches counted a second, and the share of time waited."""
     first = {name: last_of(swarm, name) for name in names}
-    time.sleep(seconds + REPORT_S)
+    time.sleep(seconds)
+    swarm.wait_until(
+        "newer reports", lambda: all(last_of(swarm, name) != first[name] for name in names), 60.0
+    )
     found = {}
     for name, before in first.items():
         after = last_of(swarm, name)
