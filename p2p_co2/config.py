@@ -376,7 +376,7 @@ class LimitsConfig(_Frozen):
         str, Option(panel=GUEST, help="Train only then, local time: 22:00-07:00, or several with commas.")
     ] = Field(default="", max_length=256)
     rest_while: Annotated[
-        str, Option(panel=GUEST, help="Rest while you use these: gpu, input, load; with commas.")
+        str, Option(panel=GUEST, help="Rest while you use gpu, input, load; or while on battery, or in heat.")
     ] = Field(default="", max_length=256)
     rest_for: Annotated[
         str, Option(panel=GUEST, help="Rest while programs of these names run: blender,steam.")

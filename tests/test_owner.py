@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from p2p_co2.errors import ConfigError
-from p2p_co2.system.owner import MAKERS, PROGRAMS, SENSES, Moment, Owner, Process, gpu_by
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.system.owner import MAKERS, PROGRAMS, SENSES, Moment, Owner, Process, battery, gpu_by, heat
 from tests.programs import Strangers
 from tests.test_process import BOUND_S
 
@@ -195,6 +195,34 @@ def test_whether_the_owner_is_there(
     assert owner.using() == SENSES["input"]
     says("echo IdleHint=yes")
     until(lambda: not owner.using())
+
+
+def test_a_battery_and_a_hot_part_as_the_kernel_tells_them(tmp_path: Path) -> None:
+    now = Moment(0.0, {}, set(), 0)
+
+    def tell(**told: str) -> None:
+        for name, text in told.items():
+            file = tmp_path / name.replace("__", "/")
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(f"{text}\n")
+
+    tell(AC__type="Mains", mouse__type="Battery", mouse__scope="Device", mouse__status="Discharging")
+    tell(hwmon0__temp1_input="99000")
+    for sensor in (battery, heat):
+        with pytest.raises(EnvironmentFault, match="leave"):
+            sensor(tmp_path)
+    tell(
+        BAT0__type="Battery",
+        BAT0__status="Charging",
+        hwmon0__temp2_crit="100000",
+        hwmon0__temp2_input="89000",
+    )
+    on_battery, is_hot = battery(tmp_path), heat(tmp_path)
+    assert not on_battery(now)
+    assert not is_hot(now)
+    tell(BAT0__status="Discharging", hwmon0__temp2_input="90000")
+    assert on_battery(now)
+    assert is_hot(now)
 
 
 def test_what_nobody_can_rest_for_is_refused() -> None:

@@ -69,7 +69,7 @@ class Options(TypedDict, total=False):
     hours: str | None
     "Train only then, local time: 22:00-07:00, or several with commas."
     rest_while: str | None
-    "Rest while you use these: gpu, input, load; with commas."
+    "Rest while you use gpu, input, load; or while on battery, or in heat."
     rest_for: str | None
     "Rest while programs of these names run: blender,steam."
     idle_for: float | str | None

@@ -1,4 +1,4 @@
-"""Whether the owner of this machine uses it, so that a peer rests meanwhile.
+"""Whether the owner of this machine uses it, or it had better rest: so that a peer rests meanwhile.
 
     owner = Owner("gpu, load", "blender", idle_for_s=300.0)
     owner.missing      # what this machine cannot tell, in words
@@ -34,7 +34,8 @@ from p2p_co2.system.process import holder_of
 PROGRAMS = "its owner is using a program of --rest-for"
 SENSES = {
     "gpu": "its owner is using the GPU", "input": "its owner is using the keyboard or mouse",
-    "load": "its owner is using the processor",
+    "load": "its owner is using the processor", "battery": "its machine runs on its battery",
+    "heat": "its machine is hot",
 }  # fmt: skip
 """What a peer may rest for, and the reason that it then gives."""
 
@@ -70,7 +71,7 @@ class Moment(NamedTuple):
 
 
 Sensor = Callable[[Moment], bool]
-"""Whether the owner uses it now."""
+"""Whether it is so now."""
 
 
 class Owner:
@@ -254,7 +255,30 @@ def _idle_hint() -> bytes:
     return b""
 
 
+def battery(root: Path = Path("/sys/class/power_supply")) -> Sensor:
+    """Whether a battery of the machine gives the power; a mouse's does not count."""
+    told = [
+        one for one in root.glob("*") if text_of(one / "type") == "Battery" and not (one / "scope").exists()
+    ]
+    if not told:
+        raise EnvironmentFault(f"this kernel tells of no battery ({root}); leave battery out")
+    return lambda now: any(text_of(one / "status") == "Discharging" for one in told)
+
+
+def heat(root: Path = Path("/sys/class/hwmon")) -> Sensor:
+    """Whether a part is within ten degrees of what the kernel calls critical for it."""
+    limits = {
+        one.with_name(one.name.replace("crit", "input")): int(text) - 10_000  # thousandths of a degree
+        for one in root.glob("*/temp*_crit") if (text := text_of(one)).isdecimal()
+    }  # fmt: skip
+    if not limits:
+        raise EnvironmentFault(f"this kernel tells no critical temperature ({root}); leave heat out")
+    return lambda now: any(
+        (text := text_of(one)).isdecimal() and int(text) >= limit for one, limit in limits.items()
+    )
+
+
 MAKERS: Mapping[str, Callable[[], Sensor]] = {
-    "gpu": lambda: gpu_by(Nvml().users), "input": _input, "load": _Load
+    "gpu": lambda: gpu_by(Nvml().users), "input": _input, "load": _Load, "battery": battery, "heat": heat,
 }  # fmt: skip
 """Of the sensors, by the words of ``SENSES``."""
