@@ -33,6 +33,7 @@ from p2p_co2.system.process import (
 from p2p_co2.ticket import Ticket, is_loopback, is_private, kept_seeds, line_to_join, read_ticket
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES
+from p2p_co2.wire.names import words_of
 
 if TYPE_CHECKING:
     from p2p_co2.net.discovery import Discovery
@@ -201,7 +202,8 @@ class SeedServer:
             stack.push_async_callback(probes.close)
             await probes.start()
             self.say(f'run "{run.name}", recipe {run.recipe}, digest {self._digest.hex()[:16]}')
-            self.say(f"its identity, and where the run is, are kept in {self._folder}")
+            words = words_of(self._identity.peer_id)
+            self.say(f"this seed is {words}; its identity, and where the run is, are kept in {self._folder}")
             self.say("Ctrl-C ends the seed; peers that know each other go on")
             if options.port == 0 and not options.also:
                 self.say("the port is a free one: for a ticket that outlives a restart, give --port")

@@ -153,7 +153,7 @@ def loading_words(now: ev.StateLoading | None) -> str:
 
 def to_owner(reason: str) -> str:
     """Why a peer rests, said to its owner: "you are using the GPU"."""
-    return reason.replace("its owner is", "you are")
+    return reason.replace("its owner is", "you are").replace("its machine", "your machine")
 
 
 def capped_words(event: ev.ContributionCapped) -> str:

@@ -18,6 +18,7 @@ from monitoring.words import UNKNOWN, clock, figure, plain
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import TicketError
 from p2p_co2.ticket import Ticket, line_to_join
+from p2p_co2.wire.names import words_of
 
 _NO_TICKET = "No invitation lies here. The seed prints one, and each peer keeps one in its folder (ticket)."
 _LOCAL = "All its addresses are of this machine, so only peers on this machine can come."
@@ -78,7 +79,7 @@ class RunPage(Page):
 
     def _name_of(self, seed: SeedFacts) -> str:
         label = self.frame.model.known.labels.get(seed.peer)
-        return f"peer {plain(label, 32)}" if label else f"seed ~{seed.peer[-6:]}"
+        return f"peer {plain(label, 32)}" if label else f"seed {words_of(seed.peer)}"
 
     def _run_told(self, facts: SwarmFacts) -> Told:
         run = self.frame.model.known.run

@@ -17,6 +17,7 @@ from p2p_co2.protocol.credit import Credit, Holder, export, open_credit
 from p2p_co2.system.folders import peer_folders
 from p2p_co2.ticket import Ticket, read_ticket
 from p2p_co2.wire.identity import Identity
+from p2p_co2.wire.names import words_of
 
 
 def credit(
@@ -142,7 +143,7 @@ def drawn(credit: Credit) -> str:
 <text x="32" y="82" font-size="34" font-weight="600" fill="#1c2430">{tokens}
 <tspan font-size="18" font-weight="400">tokens</tspan></text>
 <text x="32" y="199">{_exchanges(credit)} exchanges, {signed}</text>
-<text x="608" y="199" text-anchor="end">peer {credit.holder.peer[-6:]}</text>
+<text x="608" y="199" text-anchor="end">peer {words_of(credit.holder.peer)}</text>
 <text x="608" y="42" text-anchor="end">{_days(credit)}</text>
 </svg>
 """

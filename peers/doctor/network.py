@@ -34,6 +34,7 @@ from p2p_co2.peer_options import listening
 from p2p_co2.ticket import Ticket, by_peer
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import PeerRecord
+from p2p_co2.wire.names import words_of
 from peers.doctor.findings import Finding, Grade, MeasuredLink, NetworkLook
 from peers.doctor.machine import cannot_listen
 
@@ -106,7 +107,7 @@ async def _stages(
         return Target(name, is_seed, partial(open_prober, p2p, PeerId(peer), maddrs, ticket.run, OPEN_S))
 
     known = by_peer(ticket.seeds).items()
-    seeds = [target(f"seed {n}", peer, maddrs, is_seed=True) for n, (peer, maddrs) in enumerate(known, 1)]
+    seeds = [target(f"seed {words_of(peer)}", peer, maddrs, is_seed=True) for peer, maddrs in known]
     await asyncio.gather(*(seed.look() for seed in seeds))
     # A forged record in the DHT is refused there, and no business of somebody who only looks.
     discovery = Discovery(p2p, identity, ticket.run, lambda peer, error: None)
@@ -114,7 +115,7 @@ async def _stages(
     finding, records = await _meet(ticket, discovery, seeds, outcome)
     tell(finding)
     asked = random.Random().sample(records, min(MAX_PEERS_ASKED, len(records)))
-    peers = [target(f"peer {one.peer[-6:]}", one.peer, list(one.maddrs), is_seed=False) for one in asked]
+    peers = [target(f"peer {words_of(one.peer)}", one.peer, list(one.maddrs), is_seed=False) for one in asked]
     await asyncio.gather(*(peer.look() for peer in peers))
     answering = [target for target in (*seeds, *peers) if target.looks]
     if not answering:
