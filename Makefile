@@ -97,8 +97,9 @@ format: $(ALL)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-proto: $(ALL)
-	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. p2p_co2/wire/messages.proto
+proto: $(ALL)  # by an old compiler: what it writes is read by newer protobufs, not the other way round
+	$(BIN)/pip install -q --target .venv/protoc "grpcio-tools==1.71.2"
+	PYTHONPATH=.venv/protoc $(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. p2p_co2/wire/messages.proto
 
 docs: $(ALL)
 	$(BIN)/python -m tools.reference_pages

@@ -2,8 +2,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable, Mapping as _Mapping
-from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -114,7 +113,7 @@ class Status(_message.Message):
     counted: bool
     name: str
     visits: bool
-    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., position: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., upload_bytes_per_s: _Optional[float] = ..., download_bytes_per_s: _Optional[float] = ..., settled: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., finished: _Optional[bytes] = ..., process: _Optional[int] = ..., model: _Optional[int] = ..., counted: _Optional[bool] = ..., name: _Optional[str] = ..., visits: _Optional[bool] = ...) -> None: ...
+    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., position: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., upload_bytes_per_s: _Optional[float] = ..., download_bytes_per_s: _Optional[float] = ..., settled: bool = ..., heartbeat_s: _Optional[float] = ..., finished: _Optional[bytes] = ..., process: _Optional[int] = ..., model: _Optional[int] = ..., counted: bool = ..., name: _Optional[str] = ..., visits: bool = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("nonce", "sent_at", "status")
@@ -154,7 +153,7 @@ class ModelRow(_message.Message):
     dtype: str
     trained: bool
     digest: bytes
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., trained: _Optional[bool] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., trained: bool = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class ModelTable(_message.Message):
     __slots__ = ("model", "rows", "tensors", "numel")
@@ -200,7 +199,7 @@ class Ready(_message.Message):
     last: bool
     withdrawn: bool
     offer_id: bytes
-    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., base_version: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., weight: _Optional[float] = ..., upload_bytes_per_s: _Optional[float] = ..., download_bytes_per_s: _Optional[float] = ..., last: _Optional[bool] = ..., withdrawn: _Optional[bool] = ..., offer_id: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., base_version: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., weight: _Optional[float] = ..., upload_bytes_per_s: _Optional[float] = ..., download_bytes_per_s: _Optional[float] = ..., last: bool = ..., withdrawn: bool = ..., offer_id: _Optional[bytes] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("fragment", "round", "begins_within_s", "refusal")
@@ -356,7 +355,7 @@ class Result(_message.Message):
     again: bool
     refused: _containers.RepeatedCompositeFieldContainer[LostPart]
     means: _containers.RepeatedCompositeFieldContainer[SignedMean]
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., digest: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., lost: _Optional[_Iterable[_Union[LostPart, _Mapping]]] = ..., gave_up: _Optional[bool] = ..., again: _Optional[bool] = ..., refused: _Optional[_Iterable[_Union[LostPart, _Mapping]]] = ..., means: _Optional[_Iterable[_Union[SignedMean, _Mapping]]] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., digest: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., lost: _Optional[_Iterable[_Union[LostPart, _Mapping]]] = ..., gave_up: bool = ..., again: bool = ..., refused: _Optional[_Iterable[_Union[LostPart, _Mapping]]] = ..., means: _Optional[_Iterable[_Union[SignedMean, _Mapping]]] = ...) -> None: ...
 
 class Outcome(_message.Message):
     __slots__ = ("key", "run", "coordinator", "state_digest", "members", "parts", "live")
@@ -436,7 +435,7 @@ class Fetch(_message.Message):
     chunk: int
     request: int
     newest: int
-    def __init__(self, what: _Optional[_Union[Fetch.What, str]] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., want_chunk: _Optional[bool] = ..., chunk: _Optional[int] = ..., request: _Optional[int] = ..., newest: _Optional[int] = ...) -> None: ...
+    def __init__(self, what: _Optional[_Union[Fetch.What, str]] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., want_chunk: bool = ..., chunk: _Optional[int] = ..., request: _Optional[int] = ..., newest: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
     __slots__ = ("request", "what", "fragment", "version", "total_bytes", "chunk_bytes", "chunk_digests", "digest", "decision", "signature")
@@ -488,7 +487,7 @@ class Refusal(_message.Message):
     reason: str
     newest_version: int
     again: bool
-    def __init__(self, request: _Optional[int] = ..., reason: _Optional[str] = ..., newest_version: _Optional[int] = ..., again: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request: _Optional[int] = ..., reason: _Optional[str] = ..., newest_version: _Optional[int] = ..., again: bool = ...) -> None: ...
 
 class PeerRecord(_message.Message):
     __slots__ = ("peer", "run", "maddrs", "grpc_addresses", "certificate_digest", "software", "expires_at", "stage", "tokens_per_s", "visits")
@@ -512,7 +511,7 @@ class PeerRecord(_message.Message):
     stage: int
     tokens_per_s: float
     visits: bool
-    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., maddrs: _Optional[_Iterable[str]] = ..., grpc_addresses: _Optional[_Iterable[str]] = ..., certificate_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., expires_at: _Optional[float] = ..., stage: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., visits: _Optional[bool] = ...) -> None: ...
+    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., maddrs: _Optional[_Iterable[str]] = ..., grpc_addresses: _Optional[_Iterable[str]] = ..., certificate_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., expires_at: _Optional[float] = ..., stage: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., visits: bool = ...) -> None: ...
 
 class RunManifest(_message.Message):
     __slots__ = ("run", "config", "recipe_digest", "software", "protocol")
@@ -660,7 +659,7 @@ class ProbeAnswer(_message.Message):
     clock: float
     reached: bool
     bulk: bytes
-    def __init__(self, refusal: _Optional[str] = ..., observed: _Optional[str] = ..., clock: _Optional[float] = ..., reached: _Optional[bool] = ..., bulk: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, refusal: _Optional[str] = ..., observed: _Optional[str] = ..., clock: _Optional[float] = ..., reached: bool = ..., bulk: _Optional[bytes] = ...) -> None: ...
 
 class CircuitHop(_message.Message):
     __slots__ = ("type", "place", "limit", "status")
