@@ -191,6 +191,13 @@ def test_files_of_the_repository_exist(path: Path) -> None:
     assert not [span for span in spans if not (ROOT / span).exists()]
 
 
+def test_help_says_what_an_option_does_as_an_order() -> None:
+    options = chain.from_iterable(one.params for one in commands().values())
+    helps = {one.help for one in options if one.param_type_name == "option" and one.help}
+    others = r"[^A-Z]|(A|All|Another|Address|For|Of|Or|Only|The|What|Where|Whether|With|\w+[^s]s)\b"
+    assert not [words for words in helps if re.match(others, words)]
+
+
 def test_the_check_of_commands_sees_what_is_wrong() -> None:
     assert wrong_with(["p2p-co2", "jion", "TICKET"]) == "jion"
     assert wrong_with(["p2p-co2", "join", "TICKET", "--uplaod", "2M"]) == "--uplaod"

@@ -91,7 +91,7 @@ def add(
             raise typer.Exit(status)
 
     words = {"verbose": ("Say more; with an error, where it arose.", "-v")}
-    words["quiet"] = ("Only warnings, errors and results.", "-q")
+    words["quiet"] = ("Say only warnings, errors and results.", "-q")
     loudness = [
         _parameter(name, Annotated[bool, says(told, f"--{name}", short)], False)
         for name, (told, short) in words.items()
