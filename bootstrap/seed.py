@@ -23,13 +23,7 @@ from bootstrap.run_file import recipe_of
 from p2p_co2.config import OWN_LOOP, RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TicketError, TransportError
 from p2p_co2.system.folders import seed_folder
-from p2p_co2.system.process import (
-    FolderLock,
-    StopSignals,
-    end_with_parent,
-    full_disk_named,
-    require_supported_platform,
-)
+from p2p_co2.system.process import FolderLock, StopSignals, end_with_parent, full_disk_named
 from p2p_co2.ticket import Ticket, is_loopback, is_private, kept_seeds, line_to_join, read_ticket
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES
@@ -96,7 +90,6 @@ def serve_run(
     if not 0 <= options.port < 65536:
         raise ConfigError.of_option("--port", f"1 to 65535, or 0 for any free one (got {options.port})")
     run = None if given and options.run_file is None else _run_of(options, say)
-    require_supported_platform()
     end_with_parent(options.parent)
     # A further seed's is named after the run's digest: it may not know the name yet.
     folder = options.folder or seed_folder(given.run.hex()[:12] if given else run.name if run else "")

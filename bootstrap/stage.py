@@ -23,7 +23,7 @@ from bootstrap.local_swarm import POLL_S, Child, LocalSwarm
 from p2p_co2.config import RunConfig, write_toml
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.system.process import StopSignals, full_disk_named, program, require_supported_platform
+from p2p_co2.system.process import StopSignals, full_disk_named, program
 from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
 from p2p_co2.telemetry.watch import Watch
@@ -86,7 +86,6 @@ def run_in_new_folder(folder: Path | None, kind: str, stopped: str, run: Callabl
     no success: 0 without any, else they are told and it is 1. After Ctrl-C or SIGTERM ``stopped`` is said,
     and the status is 130; a second one ends all at once. Folders of a run that did not begin are taken back.
     Raises ``ConfigError``, ``EnvironmentFault``."""
-    require_supported_platform()
     if folder and (folder / "logs").exists():
         raise ConfigError.of_option("--folder", f"{folder} holds a run already; name a new folder")
     print("preparing the recipe ...", flush=True)

@@ -363,14 +363,14 @@ class LimitsConfig(_Frozen):
         Rate,
         Option(
             name="upload", unit="RATE", panel=GUEST,
-            help="Most to send: bytes per second, or 500k, 2M, 20Mbit; 0 for no cap.",
+            help="Send at most this: bytes per second, or 500k, 2M, 20Mbit; 0 for no cap.",
         ),
     ] = Field(default=0.0, ge=0)  # fmt: skip
     download_bytes_per_s: Annotated[
-        Rate, Option(name="download", unit="RATE", panel=GUEST, help="Most to receive, likewise.")
+        Rate, Option(name="download", unit="RATE", panel=GUEST, help="Receive at most this, likewise.")
     ] = Field(default=0.0, ge=0)
     threads: Annotated[
-        int, Option(panel=GUEST, help="CPU threads for training; 0 for the number of cores.")
+        int, Option(panel=GUEST, help="Train with so many CPU threads; 0 for the number of cores.")
     ] = Field(default=0, ge=0, le=1024)
     hours: Annotated[
         str, Option(panel=GUEST, help="Train only then, local time: 22:00-07:00, or several with commas.")
@@ -415,15 +415,15 @@ class PeerConfig(_Frozen):
 
     folder: Annotated[
         Path,
-        Option(help="Keeps identity, checkpoints and events; one for each run, if absent. ~ is your home."),
+        Option(help="Keep identity, checkpoints, events here; one for each run, if absent. ~ is your home."),
     ] = Path("runs/peer")
-    name: Annotated[str, Option(help="What others call this peer; two words of its key, if absent.")] = ""
+    name: Annotated[str, Option(help="Give this peer a name; two words of its key, if absent.")] = ""
     device: Annotated[
-        str, Option(in_program=False, help="auto (a GPU if torch can use one), cpu, cuda or cuda:1.")
+        str, Option(in_program=False, help="Train on auto (a GPU if torch can use one), cpu, cuda or cuda:1.")
     ] = "auto"
-    batch: Annotated[int, Option(in_program=False, help="Sequences per inner step; 0 for the recipe's.")] = (
-        Field(default=0, ge=0)
-    )
+    batch: Annotated[
+        int, Option(in_program=False, help="Take so many sequences a step; 0 for the recipe's.")
+    ] = Field(default=0, ge=0)
     min_peers: Annotated[int, Option(help="Wait (bounded) for this many before training.")] = Field(
         default=1, ge=1
     )
@@ -431,39 +431,39 @@ class PeerConfig(_Frozen):
         float,
         Option(
             name="checkpoint_every", unit="SECONDS",
-            help="Seconds between checkpoints; 0 for what 100 GB of writes a day allow.",
+            help="Write a checkpoint so often; 0 for what 100 GB of writes a day allow.",
         ),
     ] = Field(default=0.0, ge=0)  # fmt: skip
-    carrier: Annotated[CarrierName, Option(panel=NETWORK, help="auto, grpc or libp2p.")] = "auto"
+    carrier: Annotated[CarrierName, Option(panel=NETWORK, help="Carry by auto, grpc or libp2p.")] = "auto"
     host: Annotated[
         str,
         Option(
-            panel=NETWORK, help="Address to listen on; all of this machine's, if the seeds are elsewhere."
+            panel=NETWORK, help="Listen on this address; all of this machine's, if the seeds are elsewhere."
         ),
     ] = ""
     announce_host: Annotated[
-        str, Option(panel=NETWORK, help="Address that others dial, if it is not the host's.")
+        str, Option(panel=NETWORK, help="Have others dial this address, if it is not the host's.")
     ] = ""
-    grpc_port: Annotated[int, Option(panel=NETWORK, help="For what peers send each other; 0 for any.")] = (
-        Field(default=0, ge=0, le=65535)
+    grpc_port: Annotated[int, Option(panel=NETWORK, help="Receive here what peers send; 0 for any.")] = Field(
+        default=0, ge=0, le=65535
     )
-    libp2p_port: Annotated[int, Option(panel=NETWORK, help="For finding peers, and relays; 0 for any.")] = (
+    libp2p_port: Annotated[int, Option(panel=NETWORK, help="Find peers, and relay, here; 0 for any.")] = (
         Field(default=0, ge=0, le=65535)
     )
     upnp: Annotated[bool, Option(panel=NETWORK, help=UPNP)] = True
     relay: Annotated[bool, Option(panel=NETWORK, help=RELAY)] = True
     board: Annotated[bool, Option(panel=BOARD, help="Serve a page on loopback; idle until looked at.")] = True
-    board_port: Annotated[int, Option(panel=BOARD, help="Of that page; 0 for any.")] = Field(
+    board_port: Annotated[int, Option(panel=BOARD, help="Serve that page there; 0 for any.")] = Field(
         default=0, ge=0, le=65535
     )
     stage: Annotated[
-        int, Option(in_program=False, panel=STAGES, help="Which to hold, from 0; -1 for the neediest.")
+        int, Option(in_program=False, panel=STAGES, help="Hold this, from 0; -1 for the neediest.")
     ] = Field(default=-1, ge=-1, lt=MAX_STAGES)
     cache_bytes: Annotated[
         int,
         Option(
             on_command_line=False, in_program=False,
-            help="Memory for microbatches on their way through a stage: half for payloads, half for graphs. "
+            help="Keep so much for microbatches within a stage: half for payloads, half for graphs. "
             "What does not fit is computed again for its backward.",
         ),
     ] = Field(default=1 << 30, ge=1 << 20)  # fmt: skip
@@ -471,7 +471,7 @@ class PeerConfig(_Frozen):
         str,
         Option(
             hidden=True, in_program=False,
-            help='The line to play in a rehearsal: "up,down,latency,jitter,loss" (bits/s, seconds, share).',
+            help='Play this line in a rehearsal: "up,down,latency,jitter,loss" (bits/s, seconds, share).',
         ),
     ] = Field(default="", max_length=128)  # fmt: skip
     limits: LimitsConfig = LimitsConfig()

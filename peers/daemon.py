@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -23,7 +22,8 @@ from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.net.transport.addresses import is_loopback
 from p2p_co2.node.peer_finder import ALONE
 from p2p_co2.system.extras import missing
-from p2p_co2.system.process import StopSignals, claim, end_with_parent, require_supported_platform
+from p2p_co2.system.machine import cores
+from p2p_co2.system.process import StopSignals, claim, end_with_parent
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.telemetry.watch import Watch
@@ -62,8 +62,7 @@ class PeerWatch(Watch, Protocol):
 
 
 def import_slow() -> None:
-    """Import torch and all that joining needs. Raises ``EnvironmentFault``."""
-    require_supported_platform()
+    """Import torch and all that joining needs."""
     # What is imported stays: looking for garbage among it takes a tenth of the time, and of each look later.
     gc.disable()
     try:
@@ -193,7 +192,7 @@ def _join_and_train(
     from p2p_co2.recipes import load_run_recipe
     from p2p_co2.trainer import connect
 
-    torch.set_num_threads(options.config.limits.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(options.config.limits.threads or cores())
     watch.say("looking for the swarm ...")
     connection = connect(options.ticket, options.config, on_event)
     try:

@@ -49,9 +49,9 @@ TOO_LARGE = {
 }
 """The classes that may be larger than the rule, each with its reason."""
 REACHED = {
-    "product lines": 54_460,
-    "test lines": 40_692,
-    "module constants of time": 124,
+    "product lines": 54_515,
+    "test lines": 40_733,
+    "module constants of time": 123,
     "numeric module constants": 503,
     "test functions that start processes": 73,
 }

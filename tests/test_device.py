@@ -192,6 +192,8 @@ def test_a_variable_that_hides_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_a_gpu_that_is_used_or_was_not_asked_for_is_no_limit() -> None:
     assert check_gpus([GEFORCE], "auto", "cuda:0", "2.13.0", Maker.NVIDIA).state is Grade.OK
     assert check_gpus([], "auto", "cpu", "2.13.0+cpu", None) == Finding("gpu", Grade.OK, "none")
+    found = check_gpus([], "auto", "cpu", "2.13.0", Maker.APPLE)
+    assert (found.state, found.measured) == (Grade.LIMITED, "Apple's GPU (mps), not used: untested")
     found = check_gpus([GEFORCE], "cpu", "cpu", "2.13.0+cpu", None)
     assert (found.state, found.measured) == (Grade.OK, "NVIDIA GeForce RTX 4090, not asked for")
 

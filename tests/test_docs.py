@@ -91,7 +91,9 @@ def test_every_page_is_in_the_nav() -> None:
             for inner in node.values() if isinstance(node, dict) else node:  # type: ignore[attr-defined]
                 yield from leaves(inner)
 
-    assert sorted(leaves(settings["nav"])) == sorted(str(path.relative_to(DOCS)) for path in PAGES)
+    assert sorted(leaves(settings["nav"])) == sorted(
+        ["changes.md", *(str(path.relative_to(DOCS)) for path in PAGES)]
+    )
 
 
 def test_the_site_builds_and_fetches_nothing_from_elsewhere(tmp_path: Path) -> None:
@@ -189,6 +191,13 @@ def test_files_of_the_repository_exist(path: Path) -> None:
     folders = "examples|benchmarks|monitoring|packaging|tests|docs|p2p_co2"
     spans = re.findall(rf"`((?:{folders})/[\w./-]*\w\.\w+)", path.read_text())
     assert not [span for span in spans if not (ROOT / span).exists()]
+
+
+def test_help_says_what_an_option_does_as_an_order() -> None:
+    options = chain.from_iterable(one.params for one in commands().values())
+    helps = {one.help for one in options if one.param_type_name == "option" and one.help}
+    others = r"[^A-Z]|(A|All|Another|Address|For|Of|Or|Only|The|What|Where|Whether|With|\w+[^s]s)\b"
+    assert not [words for words in helps if re.match(others, words)]
 
 
 def test_the_check_of_commands_sees_what_is_wrong() -> None:

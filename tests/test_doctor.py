@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.config import OWN_LOOP, LimitsConfig, PeerConfig, RunConfig
+from p2p_co2.errors import EnvironmentFault
 from p2p_co2.recipes import load_recipe
 from p2p_co2.system import machine as kernel
 from peers.doctor import machine
@@ -94,6 +95,19 @@ def test_what_this_machine_cannot_tell_of_its_owner_limits(
     assert [one.state for one in found] == [LIMITED]
     assert "no rest while input: logind does not tell" in found[0].measured
     assert found[0].advice == "leave input out"
+
+
+def test_platforms_that_nobody_tried_and_wsl_limit() -> None:
+    assert (kernel.wsl("6.1.0-13-amd64"), kernel.wsl("5.15.167.4-microsoft-standard-WSL2")) == ("", "unknown")
+    with pytest.raises(EnvironmentFault, match="container"):
+        kernel.require_supported_platform("linux on riscv64")
+    for here, network, state, advice in (
+        ("linux on x86_64", "mirrored", OK, "nothing"),
+        ("linux on x86_64", "nat", LIMITED, "networkingMode=mirrored"),
+        ("linux on aarch64", "", LIMITED, "nobody has tried it"),
+    ):
+        found = machine.check_platform(here, network)
+        assert (found.state, advice in found.advice) == (state, True)
 
 
 # ---- kernels

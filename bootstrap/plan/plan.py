@@ -96,6 +96,8 @@ def on_gpu(options: PlanOptions) -> bool:
 def room_of(options: PlanOptions) -> MachineMemory:
     """What the peers' machine has: as given, else this one."""
     host_bytes = 1e9 * options.memory_gb or available_memory_bytes()
+    if host_bytes == float("inf"):
+        raise ConfigError.of_option("--memory-gb", "say how much a peer has: this system was not asked")
     how = "given" if options.memory_gb else "free on this machine"
     is_given = options.memory_gb > 0 or options.gpu_memory_gb > 0
     if not on_gpu(options):

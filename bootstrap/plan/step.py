@@ -7,8 +7,6 @@ for other programs."""
 from __future__ import annotations
 
 import math
-import os
-import resource
 import statistics
 import time
 from collections.abc import Sequence
@@ -22,6 +20,7 @@ from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.pipeline import StageCost
 from p2p_co2.recipes import InnerStep, Recipe, StageSize, load_recipe, stage_sizes
 from p2p_co2.recipes.stages import Stages
+from p2p_co2.system.machine import cores, peak_memory_bytes
 from p2p_co2.tensors.device import (
     await_computed,
     is_accelerator,
@@ -87,7 +86,7 @@ def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepM
     """Train for a moment and take the time of each step. ``batch``, ``threads``: 0 for the recipe's own and
     all cores. At least five steps and two seconds are counted; none is begun after a minute, in which two
     are enough. Raises ``EnvironmentFault`` if they say nothing."""
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads or cores())
     optimizer = recipe.optimizer(recipe.model.parameters())
     step = InnerStep(recipe, recipe.model, optimizer)
     batches = iter(recipe.batches(0, batch or recipe.default_batch))
@@ -106,7 +105,7 @@ def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepM
     where = training_device(device, is_tried=False).words
     threads = torch.get_num_threads()
     how = f"measured here, the quickest tenth of {len(times_s)} steps, {threads} threads, {where}"
-    largest_bytes = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    largest_bytes = float(peak_memory_bytes())
     if is_accelerator(device):
         largest_bytes = most_used_bytes(device)
     return StepMeasure(step_s, tokens, largest_bytes, how)
@@ -130,7 +129,7 @@ def stage_costs(
         each = [step_s / pipeline.microbatches * size.parameters / most for size in sizes]
         taken = [(seconds / 3, 2 * seconds / 3) for seconds in each]
     else:
-        torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(threads or cores())
         where = training_device(device, is_tried=False).words
         how = f"measured here, {torch.get_num_threads()} threads, {where}"
         taken = _measured_stages(stages, sizes, run, (inputs, side), device)

@@ -22,12 +22,15 @@ from bootstrap.options import says
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.peer_options import PeerOption, peer_options
+from p2p_co2.system.machine import require_supported_platform
 from p2p_co2.system.process import VARIABLES, say
 
 SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 FROM_ENVIRONMENT = {"auto_envvar_prefix": VARIABLES.rstrip("_")}
 SERVICES = {"join", "seed", "doctor"}
 """The commands whose options can come from the environment: two run as services, ``doctor`` takes join's."""
+ANYWHERE = {"init", "plan", "simulate", "credit", "model", "gather", "eval", "sample", "help", "version"}
+"""The commands that need no peer, so they work on other systems, too."""
 ENVIRONMENT = f"Each option can be set in the environment, too: --an-option is {VARIABLES}AN_OPTION."
 
 
@@ -85,13 +88,15 @@ def add(
         for one, parts in whole.items():
             if one not in given:
                 given[one] = given_to[one].annotation(**{part.name: given.pop(part.name) for part in parts})
+        if name not in ANYWHERE:
+            require_supported_platform()
         with _telling(DOINGS.get(name, "")):
             status = run(**given)
         if status is not None:
             raise typer.Exit(status)
 
     words = {"verbose": ("Say more; with an error, where it arose.", "-v")}
-    words["quiet"] = ("Only warnings, errors and results.", "-q")
+    words["quiet"] = ("Say only warnings, errors and results.", "-q")
     loudness = [
         _parameter(name, Annotated[bool, says(told, f"--{name}", short)], False)
         for name, (told, short) in words.items()

@@ -29,7 +29,7 @@ def credit(
     picture: Annotated[Path | None, says("Draw it, too.", metavar="FILE.svg")] = None,
     check: Annotated[Path | None, says("Check what somebody exported with --json.", metavar="FILE")] = None,
     ticket: Annotated[
-        str, says("With --check: of the run that it should be of (or @FILE).", metavar="TICKET")
+        str, says("Refuse, with --check, what is not of this run (or @FILE).", metavar="TICKET")
     ] = "",
 ) -> None:
     """What this peer gave to its run: the tokens and rounds in which the group counted it. It is read from

@@ -14,7 +14,7 @@ from p2p_co2.ticket import PREFIX, read_ticket
 
 
 def gather(
-    out: Annotated[Path, says("A new folder for the whole checkpoint.", "--out", metavar="FOLDER")],
+    out: Annotated[Path, says("Write the whole checkpoint to this new folder.", "--out", metavar="FOLDER")],
     sources: Annotated[
         list[str] | None,
         typer.Argument(

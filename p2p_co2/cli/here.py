@@ -26,7 +26,7 @@ PeerWord = Annotated[
         help="The peer's name, or its folder; the only peer that runs here, if absent.",
     ),
 ]  # fmt: skip
-Everyone = Annotated[bool, says("Mean every peer of yours that runs on this machine.", "--all")]
+Everyone = Annotated[bool, says("Take every peer of yours that runs on this machine.", "--all")]
 
 
 def names_in(folder: Path) -> tuple[str, str]:

@@ -14,7 +14,9 @@ from p2p_co2.ticket import PREFIX, read_ticket
 
 
 def model(
-    out: Annotated[Path, says("A new folder: safetensors, config, and what the recipe adds.", metavar="DIR")],
+    out: Annotated[
+        Path, says("Write to a new folder: safetensors, config, what the recipe adds.", metavar="DIR")
+    ],
     source: Annotated[
         str,
         typer.Argument(
@@ -27,7 +29,7 @@ def model(
     recipe: OwnRecipe = "",
     base: Annotated[
         Path | None,
-        says("Of an own loop with frozen parameters: the model that it began with.", metavar="DIR"),
+        says("Take an own loop's frozen parameters from the model that it began with.", metavar="DIR"),
     ] = None,
 ) -> None:
     """Write the trained model as safetensors that from_pretrained loads."""

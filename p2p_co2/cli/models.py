@@ -27,9 +27,9 @@ Checkpoint = Annotated[
 
 def sample(
     checkpoint: Checkpoint,
-    prompt: Annotated[str, says("What the text begins with.")] = "def ",
-    length: Annotated[int, says("Tokens to add.", min=1)] = 300,
-    seed: Annotated[int, says("Of the sampling.")] = 0,
+    prompt: Annotated[str, says("Begin the text with this.")] = "def ",
+    length: Annotated[int, says("Add so many tokens.", min=1)] = 300,
+    seed: Annotated[int, says("Draw the text from this seed.")] = 0,
     recipe: OwnRecipe = "",
 ) -> None:
     """Generate text from a checkpoint."""

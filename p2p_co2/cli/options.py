@@ -20,12 +20,13 @@ TicketWord = Annotated[
 ]  # fmt: skip
 TRAINED = "What is trained"
 OwnData = Annotated[
-    Path | None, says("Your own data, for a run's own recipe that takes some.", rich_help_panel=TRAINED)
+    Path | None, says("Use this data, where a run's own recipe takes some.", rich_help_panel=TRAINED)
 ]
-OwnText = Annotated[Path | None, says("Your own file or folder of text.", rich_help_panel=TRAINED)]
-OwnTokens = Annotated[Path | None, says("Your own file of token ids.", rich_help_panel=TRAINED)]
+OwnText = Annotated[Path | None, says("Use this file or folder of text.", rich_help_panel=TRAINED)]
+OwnTokens = Annotated[Path | None, says("Use this file of token ids.", rich_help_panel=TRAINED)]
 ConfigFile = Annotated[
-    Path | None, says("A file with these options; the command line wins.", "--config", metavar="PEER.toml")
+    Path | None,
+    says("Read these options from a file; the command line wins.", "--config", metavar="PEER.toml"),
 ]
 
 
@@ -42,20 +43,18 @@ class SimulationOptions:
     run_file: Annotated[
         Path | None, typer.Argument(metavar="RUN.toml", help="The run to play; none with --storm.")
     ] = None
-    peers: Annotated[int, says("Peers that take part.")] = 32
+    peers: Annotated[int, says("Play so many peers.")] = 32
     profile: Profile = "home-mix"
-    hours: Annotated[float, says("Virtual hours of training, if the run's own end is not sooner.")] = 1.0
-    churn: Annotated[str, says("How often each peer goes, such as 0.1/h.")] = "0/h"
-    seed: Annotated[int, says("Of everything that happens by chance.")] = 0
-    folder: Annotated[Path | None, says("Where events and summary are written.")] = None
-    parameters: Annotated[int, says("Size of the model.")] = 1300000
+    hours: Annotated[float, says("Play so many hours, if the run's own end is not sooner.")] = 1.0
+    churn: Annotated[str, says("Have each peer go so often, such as 0.1/h.")] = "0/h"
+    seed: Annotated[int, says("Draw all chance from this seed.")] = 0
+    folder: Annotated[Path | None, says("Write events and summary there.")] = None
+    parameters: Annotated[int, says("Play a model of this size.")] = 1300000
     step_s: Annotated[
-        float, says("Seconds of a typical peer's inner step; 0: as the length of a round suggests.")
+        float, says("Play a typical inner step of so many seconds; 0: as the length of a round suggests.")
     ] = 0.0
     storm: Annotated[
-        bool, says("A short run of its own, every fault at once: --peers and --seed count.", "--storm")
+        bool, says("Play a short run of its own, every fault at once: --peers and --seed count.", "--storm")
     ] = False
-    stages: Annotated[
-        int, says("Of a storm: microbatches between so many stages are played; --seed counts.")
-    ] = 1
+    stages: Annotated[int, says("Play a storm of microbatches between so many stages; --seed counts.")] = 1
     as_json: Annotated[bool, says("Print JSON, as in summary.json.", "--json")] = False

@@ -35,7 +35,7 @@ _Source = Annotated[
 _Folder = Annotated[
     Path | None,
     says(
-        "Keeps the observer's identity and the board's history; one for each run, if absent.",
+        "Keep the observer's identity and the board's history there; one for each run, if absent.",
         envvar="P2P_CO2_OBSERVER_FOLDER",
     ),
 ]
@@ -44,9 +44,9 @@ _Folder = Annotated[
 def board(
     source: _Source = "",
     folder: _Folder = None,
-    host: Annotated[str, says("Address to serve on; anything but loopback asks for a token.")] = "127.0.0.1",
-    port: Annotated[int, says("0 for any free one.")] = 0,
-    token: Annotated[str, says("Asked of everybody; made up where one is needed.")] = "",
+    host: Annotated[str, says("Serve here; anything but loopback asks for a token.")] = "127.0.0.1",
+    port: Annotated[int, says("Serve on this port; 0 for any free one.")] = 0,
+    token: Annotated[str, says("Ask everybody for this word; made up where one is needed.")] = "",
 ) -> None:
     """Serve the dashboard of a run, seen from outside: no training, no change to the run."""
     require("board", "the board")
@@ -60,7 +60,7 @@ def board(
 def watch(
     source: _Source = "",
     folder: _Folder = None,
-    seconds: Annotated[float, says("End after this; 0 for never.")] = 0.0,
+    seconds: Annotated[float, says("End after so long; 0 for never.")] = 0.0,
 ) -> None:
     """Show a run in this terminal, for machines reached over ssh. Ctrl-C ends it."""
     from monitoring.terminal import watch_feed
@@ -131,7 +131,7 @@ def metrics(
     folder: _Folder = None,
     tensorboard: Annotated[Path | None, says("Write TensorBoard files there.", metavar="FOLDER")] = None,
     wandb: Annotated[str, says("Log to this Weights & Biases project.", metavar="PROJECT")] = "",
-    seconds: Annotated[float, says("End after this; 0: when the run is over, or at Ctrl-C.")] = 0.0,
+    seconds: Annotated[float, says("End after so long; 0: when the run is over, or at Ctrl-C.")] = 0.0,
 ) -> None:
     """Copy a run's figures to TensorBoard or Weights & Biases while it goes on. Exit status 1 if the run was
     never reached."""
@@ -155,9 +155,8 @@ def _feed(source: str, folder: Path | None, command: str) -> tuple[Feed, Path | 
     if source.startswith(PREFIX):
         ticket = Ticket.parse(source)
         from p2p_co2.node.reporting import Observer
-        from p2p_co2.system.process import claim, require_supported_platform
+        from p2p_co2.system.process import claim
 
-        require_supported_platform()
         folder = folder or observer_folder(ticket.run, command)
         claim(folder)  # said now, rather than on a page by an observer that tries for ever
         return Observer(source, folder), folder / f"board-{ticket.run.hex()[:12]}.sqlite"

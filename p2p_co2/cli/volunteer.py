@@ -28,7 +28,7 @@ def doctor(
         typer.Argument(
             metavar="TICKET",
             show_default=False,
-            help="Of the run to look at (a word, @FILE, or - for standard input), or $P2P_CO2_TICKET; this "
+            help="The ticket (a word, @FILE, or - for standard input), or $P2P_CO2_TICKET; this "
             "machine alone if absent.",
         ),
     ] = "",
@@ -61,7 +61,12 @@ def join(
     ] = False,
     start_over: Annotated[bool, says("Begin anew, whatever was trained before.", "--start-over")] = False,
     recipe: Annotated[
-        str, says("This run's own recipe, here.", metavar="FILE.py:function", rich_help_panel=shared.TRAINED)
+        str,
+        says(
+            "Take the run's own recipe from this file.",
+            metavar="FILE.py:function",
+            rich_help_panel=shared.TRAINED,
+        ),
     ] = "",
     data: shared.OwnData = None,
     text: shared.OwnText = None,
@@ -70,7 +75,7 @@ def join(
     restart_stage: Annotated[
         bool,
         says(
-            "With --stage, where nobody has that stage any more: begin it anew.",
+            "Begin the stage of --stage anew, where nobody has it any more.",
             "--restart-stage",
             rich_help_panel=STAGES,
         ),

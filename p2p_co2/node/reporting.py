@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import uvloop
-
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import P2PCo2Error, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.addresses import is_relayed
@@ -147,6 +145,8 @@ class Observer(Feed):
         self._poller = Poller(self._ticket.run)
         self.place = f"run {self._ticket.run.hex()[:12]}, seen from outside"
         self.state = FeedState("connecting", "looking for a seed of the run")
+        import uvloop  # which Windows has not
+
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._main, name="p2p-co2 observer", daemon=True)
         self._working = self._loop.create_task(self._keep_observing(), name="observe")

@@ -35,23 +35,23 @@ class Options(TypedDict, total=False):
     max_grad_norm: float | None
     "`Swarm.step` clips gradients to this norm."
     folder: str | Path | None
-    "Keeps identity, checkpoints and events; one for each run, if absent. ~ is your home."
+    "Keep identity, checkpoints, events here; one for each run, if absent. ~ is your home."
     name: str | None
-    "What others call this peer; two words of its key, if absent."
+    "Give this peer a name; two words of its key, if absent."
     min_peers: int | None
     "Wait (bounded) for this many before training."
     checkpoint_every: float | None
-    "Seconds between checkpoints; 0 for what 100 GB of writes a day allow."
+    "Write a checkpoint so often; 0 for what 100 GB of writes a day allow."
     carrier: str | None
-    "auto, grpc or libp2p."
+    "Carry by auto, grpc or libp2p."
     host: str | None
-    "Address to listen on; all of this machine's, if the seeds are elsewhere."
+    "Listen on this address; all of this machine's, if the seeds are elsewhere."
     announce_host: str | None
-    "Address that others dial, if it is not the host's."
+    "Have others dial this address, if it is not the host's."
     grpc_port: int | None
-    "For what peers send each other; 0 for any."
+    "Receive here what peers send; 0 for any."
     libp2p_port: int | None
-    "For finding peers, and relays; 0 for any."
+    "Find peers, and relay, here; 0 for any."
     upnp: bool | None
     "Ask the router to let others in (UPnP, NAT-PMP)."
     relay: bool | None
@@ -59,13 +59,13 @@ class Options(TypedDict, total=False):
     board: bool | None
     "Serve a page on loopback; idle until looked at."
     board_port: int | None
-    "Of that page; 0 for any."
+    "Serve that page there; 0 for any."
     upload: float | str | None
-    "Most to send: bytes per second, or 500k, 2M, 20Mbit; 0 for no cap."
+    "Send at most this: bytes per second, or 500k, 2M, 20Mbit; 0 for no cap."
     download: float | str | None
-    "Most to receive, likewise."
+    "Receive at most this, likewise."
     threads: int | None
-    "CPU threads for training; 0 for the number of cores."
+    "Train with so many CPU threads; 0 for the number of cores."
     hours: str | None
     "Train only then, local time: 22:00-07:00, or several with commas."
     rest_while: str | None

@@ -27,6 +27,7 @@ class Maker(StrEnum):
 
     NVIDIA = "0x10de"
     AMD = "0x1002"
+    APPLE = "0x106b"
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ import contextlib
 import ctypes
 import math
 import mmap
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from typing import Any
+
+from p2p_co2.system.machine import IS_LINUX
 
 Buffer = bytes | bytearray | memoryview
 """Bytes, wherever they are."""
@@ -78,7 +79,7 @@ def use_one_arena() -> bool:
 
 def _of_glibc(name: str) -> Any:
     """A function of it; None where the C library is another."""
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    return getattr(ctypes.CDLL(None), name, None) if IS_LINUX else None
 
 
 class _Kept:

@@ -2,16 +2,14 @@
 
 The first SIGINT or SIGTERM asks, the second ends at once. Even then no process below this one survives: the
 libp2p daemon would keep its port. A child that is forked from it, as a DataLoader's workers are, holds
-nothing of ours open. So a folder and ports are free when their process ends. Linux only. Sources: signal(7),
+nothing of ours open. So a folder and ports are free when their process ends. Sources: signal(7),
 prctl(2) PR_SET_PDEATHSIG, proc(5), fork(2), dup(2)."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
-import platform
 import runpy
 import select
 import signal
@@ -30,6 +28,10 @@ from typing import Any, Protocol, Self
 
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.system.ctrl_c import is_importing
+from p2p_co2.system.machine import IS_LINUX
+
+with suppress(ImportError):  # of Windows, which has no such locks
+    import fcntl
 
 VARIABLES = "P2P_CO2_"
 """Begins the names of the environment variables that options are read from."""
@@ -44,24 +46,13 @@ _PROGRAM = (
 )
 
 
-ARM = {"aarch64", "arm64"}
-
-
-def require_supported_platform(system: str = sys.platform, machine: str = platform.machine()) -> None:
-    """Raise ``EnvironmentFault`` on anything but Linux on x86-64, or on 64-bit ARM, where nobody tried it."""
-    if system != "linux" or machine not in {"x86_64", "AMD64", *ARM}:
-        raise EnvironmentFault(
-            f"p2p-co2 runs on Linux (this is {system} on {machine}): it asks Linux's kernel about processes, "
-            "memory and connections; on Windows use WSL 2, elsewhere a container or virtual machine"
-        )
-
-
 def end_with_parent(parent: int) -> None:
     """Have this process asked to leave (SIGTERM) when process ``parent`` ends, even if that was killed; 0
     does nothing."""
     if parent == 0:
         return
-    ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
+    if IS_LINUX:
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it ended before the call above
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -144,7 +135,7 @@ def _shut() -> None:
     timeout_s = socket.getdefaulttimeout()
     socket.setdefaulttimeout(None)  # it would make the parent's sockets, too, non-blocking that we look at
     ours = [end.fileno() for end in list(_ends)]
-    for name in os.listdir("/proc/self/fd") if _places else ():
+    for name in os.listdir("/proc/self/fd" if IS_LINUX else "/dev/fd") if _places else ():
         with suppress(OSError):  # the folder's own is gone
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode) and _places_of(int(name)) & _places:
                 ours.append(int(name))
@@ -171,7 +162,8 @@ def _places_of(descriptor: int) -> set[str | int]:
     return places
 
 
-os.register_at_fork(after_in_child=_shut)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_shut)
 
 
 class StopSignals:

@@ -10,7 +10,6 @@ compute on is passed over, and the words say why: its driver, its kernels or its
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from p2p_co2.errors import ConfigError
 from p2p_co2.system.accelerators import Maker
+from p2p_co2.system.machine import cores
 
 AUTO = "auto"
 _KNOWN = "give auto, cpu, cuda or cuda:1"
@@ -76,7 +76,7 @@ def _gpu(name: str, is_tried: bool) -> TrainingDevice | str:
 
 
 def _cores() -> str:
-    count = len(os.sched_getaffinity(0))
+    count = cores()
     return f"{count} core{'s' if count > 1 else ''}"
 
 
@@ -84,6 +84,8 @@ def built_for() -> Maker | None:
     """Whose GPUs this build of torch computes on; None for a CPU build."""
     if torch.version.hip is not None:
         return Maker.AMD
+    if torch.backends.mps.is_available():
+        return Maker.APPLE
     return Maker.NVIDIA if torch.version.cuda is not None else None
 
 

@@ -4,7 +4,6 @@ end."""
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import threading
 import time
@@ -20,6 +19,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
 from p2p_co2.recipes.measured import Measured, measured
 from p2p_co2.system.governor import BY_HAND, Governor, WishFile
+from p2p_co2.system.machine import peak_memory_bytes
 from p2p_co2.system.owner import Owner
 from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry import events as ev
@@ -372,8 +372,9 @@ class Peer:
             reason += "" if is_saved else ", without a last checkpoint"
             self._saver.close()
             self._ledger.close()
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
-            self._part.report(ev.PeerFinished, {"reason": reason, "peak_memory_bytes": peak, **last})
+            self._part.report(
+                ev.PeerFinished, {"reason": reason, "peak_memory_bytes": peak_memory_bytes(), **last}
+            )
             if trouble:
                 self._part.warn(trouble)
 

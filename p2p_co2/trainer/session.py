@@ -22,8 +22,6 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
-import uvloop
-
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
 from p2p_co2.node.credit import CreditFile
@@ -38,6 +36,7 @@ from p2p_co2.protocol.credit import Holder
 from p2p_co2.protocol.pipeline import Place, Sizes
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.system.extras import missing
+from p2p_co2.system.machine import require_supported_platform
 from p2p_co2.system.process import LOST, program
 from p2p_co2.system.socket_activation import SocketActivation
 from p2p_co2.telemetry import events as ev
@@ -67,6 +66,9 @@ class LoopThread:
     """An asyncio loop on a thread of its own. ``start`` it, ``end`` it."""
 
     def __init__(self) -> None:
+        require_supported_platform()
+        import uvloop  # which Windows has not
+
         self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="p2p-co2 network", daemon=True)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import importlib
 import os
-import platform
 import re
 import resource
 import shutil
@@ -22,11 +21,11 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from p2p_co2.config import OWN_LOOP, PeerConfig, RunConfig
-from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.errors import ConfigError
 from p2p_co2.system.accelerators import Gpus, Maker, gpus_here
-from p2p_co2.system.machine import available_memory_bytes, cpu_quota, field_of
+from p2p_co2.system.machine import HERE, TESTED, available_memory_bytes, cores, cpu_quota, field_of, wsl
 from p2p_co2.system.owner import Owner
-from p2p_co2.system.process import ARM, OUR_PACKAGES, require_supported_platform
+from p2p_co2.system.process import OUR_PACKAGES
 from peers.doctor.findings import Finding, Grade, MeasuredLink
 
 BASE_BYTES = 450e6
@@ -42,7 +41,7 @@ _HIDE_GPUS = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}
 def look_at_machine(config: PeerConfig, root: Path = Path("/")) -> Iterator[Finding]:
     """All checks of this machine, one by one; under a second after torch is imported. ``root``: where the
     kernel shows its GPUs."""
-    yield check_platform()
+    yield check_platform(HERE, wsl())
     if names := names_of_others():
         advice = "install p2p-co2 in an environment of its own"
         yield Finding("packages", Grade.LIMITED, f"files of ours may be those of {', '.join(names)}", advice)
@@ -61,23 +60,22 @@ def look_at_machine(config: PeerConfig, root: Path = Path("/")) -> Iterator[Find
     for missing in Owner(config.limits.rest_while).missing:
         words, _, advice = missing.partition("; ")
         yield Finding("rest-while", Grade.LIMITED, words, advice)
-    yield check_threads(config.limits.threads, len(os.sched_getaffinity(0)), cpu_quota())
+    yield check_threads(config.limits.threads, cores(), cpu_quota())
     yield check_memory(available_memory_bytes(), BASE_BYTES)
     yield check_disk(config.folder, 200e6)  # a small model's checkpoint, and a journal of some days
     yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_ports(config)
 
 
-def check_platform() -> Finding:
-    here = f"{sys.platform} on {platform.machine()}"
-    try:
-        require_supported_platform()
-    except EnvironmentFault as error:
-        return Finding("platform", Grade.CANNOT, here, str(error))
-    if platform.machine() in ARM:
-        advice = "all packages are built for it, and nobody has tried it; say how it went"
-        return Finding("platform", Grade.LIMITED, here, advice)
-    return Finding("platform", Grade.OK, here)
+def check_platform(here: str, network: str) -> Finding:
+    """``network``: how WSL 2 is connected; "" elsewhere."""
+    words = f"{here} in WSL 2, network {network}" if network else here
+    if here not in TESTED:
+        return Finding("platform", Grade.LIMITED, words, "nobody has tried it: tell us how it went")
+    if network in {"", "mirrored"}:
+        return Finding("platform", Grade.OK, words)
+    advice = "others cannot dial it: set networkingMode=mirrored and let Windows pass two ports"
+    return Finding("platform", Grade.LIMITED, words, f"{advice}; docs/how-to/wsl.md says how")
 
 
 def names_of_others() -> list[str]:
@@ -105,7 +103,7 @@ def check_torch() -> Finding:
 def check_device(wanted: str) -> Finding:
     """The training device; its memory if it has its own. Imports torch."""
 
-    from p2p_co2.tensors.device import memory_bytes, training_device
+    from p2p_co2.tensors.device import built_for, memory_bytes, training_device
 
     try:
         device = training_device(wanted)
@@ -113,10 +111,13 @@ def check_device(wanted: str) -> Finding:
         words, _, advice = error.problem.partition("; ")
         return Finding("device", Grade.CANNOT, words, advice)
     if device.name == "cpu":
-        processor = field_of("/proc/cpuinfo", "model name") or platform.machine()
+        processor = field_of("/proc/cpuinfo", "model name") or HERE
         return Finding("device", Grade.OK, f"{device.words}, {processor}")
     free_bytes, total_bytes = memory_bytes(device.name)
     words = f"{device.words}, {free_bytes / 2**30:.1f} GB free"
+    if built_for() is Maker.AMD:
+        words += ", by ROCm"
+        return Finding("device", Grade.LIMITED, words, "nobody has tried ROCm: tell us how it went")
     if free_bytes < total_bytes / 2:
         advice = "another program uses most of its memory; end that first"
         return Finding("device", Grade.LIMITED, words, advice)
@@ -128,6 +129,9 @@ def check_gpus(
 ) -> Finding:
     """Whether a GPU of this machine is left unused, and why. ``used``: the device that ``wanted`` has come
     to. ``version``, ``built_for``: of torch."""
+    if built_for is Maker.APPLE and wanted != "cpu":
+        advice = "it trains on the processor: nobody has tried p2p-co2 on mps"
+        return Finding("gpu", Grade.LIMITED, "Apple's GPU (mps), not used: untested", advice)
     names = " and ".join(gpus.words for gpus in there) or "none"
     if not there or used != "cpu":
         return Finding("gpu", Grade.OK, names)

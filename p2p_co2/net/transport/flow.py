@@ -16,9 +16,10 @@ import socket
 import stat
 import struct
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.system.machine import IS_LINUX
 
 WAITING_S = 0.25
 """So much longer than the way takes may what is under way keep the next message waiting."""
@@ -37,7 +38,7 @@ _INFO = struct.Struct("=B15xI8xI24xI8xI48xQ20xI8xQ")
 """Of ``struct tcp_info`` (linux/tcp.h): ``state`` (1 while established), ``snd_mss``, ``sacked``,
 ``last_ack_recv`` (milliseconds), ``rtt``, ``bytes_acked``, ``min_rtt`` (microseconds) and
 ``delivery_rate``."""
-_LIBC = ctypes.CDLL(None)
+_LIBC: Any = ctypes.CDLL(None) if IS_LINUX else None
 """Asked by descriptor: a ``socket`` object could change or close what is not ours."""
 
 
@@ -163,6 +164,8 @@ def seen_in(info: bytes) -> tuple[Seen, int]:
 def _connection(host: str, port: int) -> tuple[int, tuple[int, int] | None]:
     """The descriptor of our connection to there, and the file behind it, None if there is none. Of several
     the newest: an older one may end any moment."""
+    if not IS_LINUX:
+        return -1, None
     address = ipaddress.ip_address(host).packed.removeprefix(MAPPED)
     for number in sorted(map(int, os.listdir("/proc/self/fd")), reverse=True):
         file = _socket_at(number)
