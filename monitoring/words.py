@@ -190,7 +190,8 @@ def end_told(facts: SwarmFacts) -> dict[str, tuple[str, str, str, str]]:
         lasted_s = facts.position * facts.round_s
     total = f" of {figure(facts.rounds_total)}" if facts.rounds_total else ""
     seen = f"certificates seen here: {figure(facts.rounds_counted)}"
-    best_at = f"held-out, at round {figure(facts.loss_best_round)}" if facts.loss_best is not None else ""
+    is_measured = facts.loss_best is not None
+    best_at = f"held-out, at round {figure(facts.loss_best_round)}" if is_measured else "not measured here"
     gave = [
         f"{plain(peer.label, 24)} {percent(peer.share_counted)}"
         + f" of stage {peer.stage}" * bool(facts.stages)
@@ -201,7 +202,7 @@ def end_told(facts: SwarmFacts) -> dict[str, tuple[str, str, str, str]]:
     return {
         "end-ran": ("Ran for", clock(lasted_s), "", f"{figure(facts.position)}{total} rounds"),
         "end-tokens": ("In the model", figure(facts.tokens_counted), "tokens", seen),
-        "end-loss": ("Best loss heard", figure(facts.loss_best, 3), facts.loss_unit, best_at),
+        "end-loss": ("Best loss heard", figure(facts.loss_best, 3), facts.loss_unit * is_measured, best_at),
         "end-gave": ("Who gave", figure(len(gave)), "peers"[: 4 + (len(gave) != 1)], names),
     }
 
