@@ -49,8 +49,8 @@ TOO_LARGE = {
 }
 """The classes that may be larger than the rule, each with its reason."""
 REACHED = {
-    "product lines": 54_460,
-    "test lines": 40_692,
+    "product lines": 54_604,
+    "test lines": 40_750,
     "module constants of time": 124,
     "numeric module constants": 503,
     "test functions that start processes": 73,
