@@ -262,9 +262,9 @@ class Stage:
         self._watch.see(events)
 
     def finish(self, loss_start: float | None, prompt: tuple[str, int] = ("", 0), **more: Any) -> list[str]:
-        """Once all have left: put the journals together, measure a copy of a checkpoint and have the watch
-        tell of it. ``prompt``: what to generate from, and how many tokens. ``more``: what only the caller
-        knows of a ``RunEnd``. Returns why the run was no success, nothing if it was one."""
+        """Once all have left: put the journals together, measure a checkpoint, which alone is kept, and have
+        the watch tell of it. ``prompt``: what to generate from, and how many tokens. ``more``: what only the
+        caller knows of a ``RunEnd``. Returns why the run was no success, nothing if it was one."""
         from p2p_co2.recipes.measured import measured
         from p2p_co2.trained import Trained
 
@@ -275,6 +275,8 @@ class Stage:
         if self._has_checkpoint():
             trained = Trained.load(self._folder / "checkpoint", self._own_recipe, self._data)
             recipe = trained.recipe
+            for older in set(trained.path.parent.glob("state-*")) - {trained.path}:
+                shutil.rmtree(older, ignore_errors=True)
             if measure := recipe.glance or recipe.held_out:
                 loss_end = measured(measure(recipe.model))[0]
             loss_whole = trained.held_out_loss() if recipe.held_out and recipe.glance else None
@@ -288,13 +290,13 @@ class Stage:
         return self._watch.finish(end)
 
     def _has_checkpoint(self) -> bool:
-        """Copy one that a peer has left, or gather one of the whole model from those of all stages. Whether
-        there is any."""
+        """Take one that a peer has left, or gather one of the whole model from those of all stages; the
+        peers' own go. Whether there is any."""
         folders = [self._folder / "peers" / name / "checkpoint" for name in sorted(self._finished)]
         left = [folder for folder in folders if folder.is_dir()]
         target = self._folder / "checkpoint"
         if left and self._config.pipeline.stages == 1:
-            shutil.copytree(left[0], target)
+            left[0].rename(target)
         elif left:
             from p2p_co2.trainer.gather import gather_folders
 
@@ -303,6 +305,8 @@ class Stage:
             except ConfigError as error:  # of a stage nobody is left
                 print(f"note: no checkpoint of the whole model: {error}", flush=True)
                 return False
+        for folder in (self._folder / "peers").glob("*/checkpoint") if left else ():
+            shutil.rmtree(folder, ignore_errors=True)
         return bool(left)
 
     def _note_deaths(self) -> None:

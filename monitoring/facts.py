@@ -226,6 +226,8 @@ class SwarmFacts(CommonFacts):
     loss_kind: str = Field(description='"held-out" or "training": which of them that is.')
     loss_agreed: float | None = Field(description="Newest held-out loss of the agreed parameters.")
     loss_agreed_at: float | None
+    loss_best: float | None = Field(description="Lowest held-out loss that was heard of them. Own word.")
+    loss_best_round: float | None = Field(description="Where the run was then, rounds.")
     figures_agreed: dict[str, float] = Field(
         description="What else was measured of the agreed parameters, by name, the newest. Own word."
     )

@@ -59,8 +59,15 @@ class Known:
         return self.run.pipeline.stages if self.run is not None else self.view.stages
 
     def stage_of(self, peer: PeerRecord) -> int | None:
-        """That it holds; None in a run of one stage, or if it has not said so."""
-        return peer.start.stage if self.stages > 1 and peer.started and peer.start.stages > 1 else None
+        """That it holds; None in a run of one stage, or if neither it nor a certificate has said so."""
+        if self.stages > 1 and peer.started and peer.start.stages > 1:
+            return peer.start.stage
+        return self._certified.get(peer.peer) if self.stages > 1 else None
+
+    @cached_property
+    def _certified(self) -> Mapping[str, int]:
+        """The stage by peer whose work certificates count."""
+        return {peer: one.stage for one in self.view.rounds.values() for peer in one.weights}
 
     @cached_property
     def by_stage(self) -> Mapping[int, Sequence[PeerRecord]]:

@@ -15,7 +15,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from monitoring.facts import SwarmFacts
 from monitoring.feeds import JournalFeed
 from monitoring.history import AGREED, MAX_LINES, MEASURES, SWARM, BoardHistory, Happening
 from monitoring.model import Model, Recorder
-from monitoring.words import clock, plain
+from monitoring.words import as_lines, clock, end_told, plain
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.system.extras import missing
 
@@ -126,16 +126,12 @@ def _page(facts: SwarmFacts, options: dict[str, Any], texts: dict[str, str]) -> 
         f'aria-label="{name}"></div></div>'
         for key, name, hint in _CARDS
     )
-    told = "".join(
-        f'<div class="b-card"><h2 class="b-title">{title}</h2>'
-        f'<pre tabindex="0" role="region" aria-label="{title}">{html.escape(words)}</pre></div>'
-        for title, words in texts.items()
-    )
+    came_to = {f"Run: {plain(facts.how, 300)}": "\n".join(as_lines(end_told(facts)))}
     body = (
         f'<header class="b-top"><div class="b-bar"><h1 class="b-name">p2p-co2</h1>'
         f'<span class="b-run">{_text(facts.run)} · written {time.strftime("%d %b %Y %H:%M")}</span>'
         '</div><div style="height:10px"></div></header><main class="b-page">'
-        f'<div class="b-two">{cards}</div>{told}'
+        f'{_texts(came_to)}<div class="b-two">{cards}</div>{_texts(texts)}'
         '<div class="b-foot">What peers say of themselves is their own word; work is counted from the '
         "certificates of fragment exchanges.</div></main>"
     )
@@ -151,6 +147,14 @@ def _page(facts: SwarmFacts, options: dict[str, Any], texts: dict[str, str]) -> 
         f'<script type="application/json" id=options>{data}</script>'
         f'<script type="application/json" id=echarts>{blob}</script>'
         f"<script>{_DRAW.replace('EXPORT', name)}</script></body></html>"
+    )
+
+
+def _texts(texts: Mapping[str, str]) -> str:
+    return "".join(
+        f'<div class="b-card"><h2 class="b-title">{_text(title)}</h2>'
+        f'<pre tabindex="0" role="region" aria-label="{_text(title)}">{html.escape(words)}</pre></div>'
+        for title, words in texts.items()
     )
 
 

@@ -51,6 +51,8 @@ def swarm_facts(known: Known) -> SwarmFacts:
     first = next((stage for stage in stages if known.by_stage[stage.stage or 0]), stages[0])
     measured = [view.peers[one.peer].agreed for one in in_run if one.peer in view.peers]
     agreed = max((one for one in measured if one), key=lambda event: event.at, default=None)
+    bests = [view.peers[one.peer].best for one in in_run if one.peer in view.peers]
+    best = min((one for one in bests if one), key=lambda event: event.loss, default=None)
     named = max((one for one in measured if one and one.figures), key=lambda event: event.at, default=None)
     training = mean_known(peer.loss for peer in figures if peer.stage in (None, 0, known.stages - 1))
     is_old = agreed is None or (training is not None and is_behind(agreed.position, at))
@@ -84,7 +86,8 @@ def swarm_facts(known: Known) -> SwarmFacts:
         round_s=known.round_s, rounds_total=rounds_total, position=at, peers_online=len(online),
         peers_known=len(peers), loss=training if agreed is None or is_old else agreed.loss,
         loss_kind="training" if is_old else "held-out", loss_agreed=agreed.loss if agreed else None,
-        loss_agreed_at=agreed.at if agreed else None, figures_agreed=_finite(named),
+        loss_agreed_at=agreed.at if agreed else None, loss_best=best.loss if best else None,
+        loss_best_round=best.position if best else None, figures_agreed=_finite(named),
         loss_training=training,
         loss_unit=loss_unit(run.recipe) if run else "", tokens=first.tokens,
         tokens_counted=first.tokens_counted, tokens_per_s=first.tokens_per_s,

@@ -22,14 +22,16 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from monitoring.columns import MILLISECONDS, PEER, STAGE
-from monitoring.facts import NOT_HEARD, ONLINE, PeerFacts, RoundFacts, SwarmFacts
+from monitoring.facts import NOT_HEARD, ONLINE, PeerFacts, RoundFacts, RunState, SwarmFacts
 from monitoring.known import Known
 from monitoring.model import follow
 from monitoring.swarm import swarm_facts
 from monitoring.words import (
     UNKNOWN,
     ago,
+    as_lines,
     clock,
+    end_told,
     figure,
     links,
     missed_advice,
@@ -142,10 +144,13 @@ def watch_feed(feed: Feed, seconds: float = 0.0, console: Console | None = None)
 
 
 def print_status(facts: SwarmFacts, *, is_short: bool = False) -> None:
-    """How the run is in a line, and unless it ``is_short`` what a live view would show."""
+    """How the run is in a line; what it came to, if it is over; unless it ``is_short`` what a live view would
+    show."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal or a log in another encoding
     print(f"{plain(facts.run or 'a run', 64)}: {plain(facts.how, 300)}")
+    if facts.has_figures and facts.state == RunState.OVER:
+        print("\n".join(as_lines(end_told(facts))))
     if facts.has_figures and not is_short:
         console = Console(width=None if sys.stdout.isatty() else 150)
         console.print(frame(facts, console.width, _STATUS_LINES))
@@ -377,8 +382,21 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         console.print(Text(text.rstrip(), style="dim"))
 
 
-def _summary_table(summary: dict[str, Any]) -> Table:
+def loss_words(summary: dict[str, Any]) -> str:
+    """The held-out loss at the start and at the end."""
     loss = summary["loss"]
+    words = f"{figure(loss['start'], 4)} to {figure(loss['end'], 4)} {loss['unit']}".strip()
+    return words + (f" ({figure(loss['whole'], 4)} on all of the held-out data)" if loss["whole"] else "")
+
+
+def same_words(summary: dict[str, Any]) -> str:
+    """Whether all that finished hold the same bits, and how many did."""
+    ended = sum(peer["finished"] for peer in summary["peer_table"].values())
+    of = f"{ended} of {max(summary['peers'], summary['expected_peers'])} peers finished"
+    return f"{'yes' if summary['digests_equal'] else 'no'}, {of}"
+
+
+def _summary_table(summary: dict[str, Any]) -> Table:
     rounds = summary["rounds"]
     sent = summary["bytes"]
     table = Table(
@@ -386,22 +404,13 @@ def _summary_table(summary: dict[str, Any]) -> Table:
         title=Text(f"run {plain(summary['run'], 64)}", style="bold"),
     )  # fmt: skip
     reasons = ", ".join(f"{plain(reason, 60)}: {times}" for reason, times in rounds["abort_reasons"].items())
-    peers = summary["peer_table"].items()
-    ended = sum(peer["finished"] for _, peer in peers)
-    missing = [f"{plain(name, 18)}: {plain(one['left_reason'] or one['phase'], 60)}" for name, one in peers
-               if not one["finished"]]  # fmt: skip
-    of = f", {ended} of {max(summary['peers'], summary['expected_peers'])} peers finished"
-    equal = Text.assemble(("yes", "green") if summary["digests_equal"] else ("no", "bold red"), of)
     carriers = ", ".join(f"{times} {plain(carrier, 20)}" for carrier, times in summary["carriers"].items())
     stages = [(f"stage {one['stage']}", _stage_summary(one)) for one in summary.get("stages", ())]
     with_hops = ", with hops" if stages else ""
-    losses = f"{figure(loss['start'], 4)} to {figure(loss['end'], 4)} {loss['unit']}".strip()
-    losses += f" ({figure(loss['whole'], 4)} on all of the held-out data)" if loss["whole"] else ""
-    rows: list[tuple[str, str | Text]] = [
-        ("held-out loss, agreed parameters", losses),
-        ("same digest of the agreed state", equal),
+    rows = [
+        ("held-out loss, agreed parameters", loss_words(summary)),
+        ("same digest of the agreed state", same_words(summary)),
         ("peers, parameters", f"{summary['peers']} peers, {figure(summary['parameters'])} parameters"),
-        ("not finished", ", ".join(missing[:8]) or "nobody"),
         ("trained", f"{figure(summary['tokens'])} tokens in {clock(summary['wall_s'])}"),
         ("fragment exchanges committed", f"{rounds['committed']} ({rounds['partial']} partial)"),
         ("fragment exchanges aborted", f"{rounds['aborted']}{' (' + reasons + ')' if reasons else ''}"),
@@ -409,12 +418,10 @@ def _summary_table(summary: dict[str, Any]) -> Table:
         ("exposed, worst peer", f"{figure(summary['exposed_s']['max'], 2)} s"),
         ("sent per parameter and round", f"{figure(sent['per_parameter_per_round'], 3)} bytes{with_hops}"),
         ("fp32 data-parallel would send", _data_parallel(sent)),
-        ("staleness, outer steps", _spread(summary["staleness"])),
-        ("send to apply, inner steps", _spread(summary["sync_delay_steps"])),
         ("codec, apply rule, links", f"{summary['codec']}, {summary['apply_rule']}, {carriers or UNKNOWN}"),
     ]
     for name, value in (*rows, *stages):
-        table.add_row(name, value if isinstance(value, Text) else Text(value))
+        table.add_row(name, Text(value))
     return table
 
 
@@ -437,11 +444,6 @@ def _stage_summary(stage: dict[str, Any]) -> str:
         f"{figure(done['dropped'])} of {microbatches} microbatches dropped"
     )
     return "\n".join(filter(None, (held, work, ways)))
-
-
-def _spread(told: dict[str, Any]) -> str:
-    mean = f"mean {figure(told['mean'], 2)}, max {figure(told['max'])}"
-    return f"{mean} ({_histogram(told['histogram'])})" if told["histogram"] else "none applied"
 
 
 def _data_parallel(sent: dict[str, Any]) -> str:

@@ -11,11 +11,13 @@ import re
 import time
 from collections.abc import Mapping
 
+from monitoring.facts import SwarmFacts
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.view import SwarmView
 from p2p_co2.wire.names import words_of
 
 UNKNOWN = "-"
+OWN_UNIT = "in the recipe's own unit"
 LEFT_PREFIX = "left: "
 """How membership begins the reason of a peer that said goodbye."""
 MISSED = {
@@ -179,6 +181,38 @@ def news(view: SwarmView, newest: int) -> list[tuple[float, str]]:
         if len(lines) == newest:
             break
     return list(lines.values())[::-1]
+
+
+def end_told(facts: SwarmFacts) -> dict[str, tuple[str, str, str, str]]:
+    """What a run came to, as tiles say it: caption, number, unit, line below."""
+    lasted_s = facts.at - min((peer.joined_at or facts.at for peer in facts.peers), default=facts.at)
+    if facts.round_s is not None:
+        lasted_s = facts.position * facts.round_s
+    total = f" of {figure(facts.rounds_total)}" if facts.rounds_total else ""
+    seen = f"certificates seen here: {figure(facts.rounds_counted)}"
+    is_measured = facts.loss_best is not None
+    best_at = f"held-out, at round {figure(facts.loss_best_round)}" if is_measured else "not measured here"
+    gave = [
+        f"{plain(peer.label, 24)} {percent(peer.share_counted)}"
+        + f" of stage {peer.stage}" * bool(facts.stages)
+        for peer in sorted(facts.peers, key=lambda peer: -(peer.share_counted or 0.0))
+        if peer.share_counted
+    ]
+    names = ", ".join(gave[:8] + [f"and {len(gave) - 8} more"] * (len(gave) > 8))
+    return {
+        "end-ran": ("Ran for", clock(lasted_s), "", f"{figure(facts.position)}{total} rounds"),
+        "end-tokens": ("In the model", figure(facts.tokens_counted), "tokens", seen),
+        "end-loss": ("Best loss heard", figure(facts.loss_best, 3), facts.loss_unit * is_measured, best_at),
+        "end-gave": ("Who gave", figure(len(gave)), "peers"[: 4 + (len(gave) != 1)], names),
+    }
+
+
+def as_lines(told: Mapping[str, tuple[str, str, str, str]]) -> list[str]:
+    """What tiles say, a line each."""
+    return [
+        f"{caption.lower()}: {' '.join(filter(None, (number, unit)))}{f', {sub}' if sub else ''}"
+        for caption, number, unit, sub in told.values()
+    ]
 
 
 def describe(event: ev.Event, labels: Mapping[str, str], stage: int | None = None) -> tuple[str, str]:

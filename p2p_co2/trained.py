@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ValidationError
 from torch import nn
 
-from p2p_co2.config import OWN_LOOP
+from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes import Recipe, load_measuring_recipe
 from p2p_co2.recipes.drawing import drawn_from
@@ -26,23 +27,41 @@ from p2p_co2.tensors.checkpoint.folder import Checkpoint, has_checkpoint, load_a
 from p2p_co2.tensors.checkpoint.layout import write_kept
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.tensors.names import named_buffers, trained_parameters
-from p2p_co2.tensors.pretrained import write_pretrained
+from p2p_co2.tensors.pretrained import read_pretrained, write_pretrained, written_whole
 from p2p_co2.tensors.stages import Chain
+
+ORIGIN = "p2p-co2.json"
+
+
+class Origin(BaseModel):
+    """Which run a model is of, and where that was then, in rounds. Lies as ``ORIGIN`` beside a model that
+    goes out, so that it can be measured and sampled again."""
+
+    run: RunConfig
+    round: float
+    inner_steps: int
 
 
 @dataclass(frozen=True)
 class Trained:
-    """``recipe``: with the agreed parameters in its model, on the CPU."""
+    """``recipe``: with the agreed parameters in its model, on the CPU. ``path``: where it was read."""
 
     recipe: Recipe
+    origin: Origin
+    path: Path
 
     @classmethod
     def load(cls, checkpoint: Path, own_recipe: str = "", data: Mapping[str, str] | None = None) -> Trained:
-        """Read a checkpoint's folder, one file of it, or a peer's folder. ``own_recipe``, ``data``: as of
-        ``load_measuring_recipe``.
+        """Read a checkpoint's folder, one file of it, a peer's folder, or one that ``write_model`` wrote.
+        ``own_recipe``, ``data``: as of ``load_measuring_recipe``.
 
         Raises ``ConfigError`` if there is no whole checkpoint or its recipe is not the one here.
         """
+        if (checkpoint / ORIGIN).is_file():
+            origin = _read_origin(checkpoint / ORIGIN)
+            recipe = load_measuring_recipe(origin.run, own_recipe, data)
+            model = read_pretrained(recipe.whole_model(origin.run), checkpoint).eval()
+            return cls(replace(recipe, model=model), origin, checkpoint)
         return cls.of(_whole(checkpoint), str(checkpoint), own_recipe, data)
 
     @classmethod
@@ -65,7 +84,7 @@ class Trained:
                 if name in buffers:
                     buffers[name].copy_(values)
         recipe.model.eval()
-        return cls(recipe)
+        return cls(recipe, _origin_of(agreed), agreed.path)
 
     def held_out_loss(self) -> float:
         """Nats per token on text that no peer trained on. Raises ``ConfigError`` if the recipe has none."""
@@ -104,24 +123,41 @@ def write_model(checkpoint: Path, out: Path, own_recipe: str = "", base: Path | 
     """
     refuse_used(out)
     agreed = _whole(checkpoint)
+    notes = list[str]()
     if agreed.run.recipe == OWN_LOOP and not own_recipe:
-        return write_kept(agreed, out, base)
-    if base is not None:
+        notes = write_kept(agreed, out, base)
+    elif base is not None:
         raise ConfigError.of_option(
             "--base", "is for own loops without a recipe, which has it all; leave it out"
         )
-    trained = Trained.of(agreed, str(checkpoint), own_recipe)
-    trained.write(out)
-    if isinstance(trained.recipe.model, Chain):
-        problem = "no other program loads this: its tensors are called stage.S.NAME, and it has no config"
-        return [f"{problem}; give the recipe's Stages a join that makes the library's own model"]
-    return []
+    else:
+        trained = Trained.of(agreed, str(checkpoint), own_recipe)
+        trained.write(out)
+        if isinstance(trained.recipe.model, Chain):
+            problem = "no other program loads this: its tensors are called stage.S.NAME, and it has no config"
+            notes = [f"{problem}; give the recipe's Stages a join that makes the library's own model"]
+    with written_whole(out) as place:
+        (place / ORIGIN).write_text(_origin_of(agreed).model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return notes
 
 
 def refuse_used(out: Path) -> None:
     """Raises ``ConfigError`` if something is in ``out`` already."""
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ConfigError.of_option("--out", f"{out} is not empty; name another folder")
+
+
+def _origin_of(agreed: Checkpoint) -> Origin:
+    position = min(agreed.position, agreed.run.clock.rounds or agreed.position)  # the clock goes on
+    return Origin(run=agreed.run, round=position, inner_steps=agreed.inner_steps)
+
+
+def _read_origin(path: Path) -> Origin:
+    try:
+        return Origin.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        problem = "cannot be read, or is of another version; write the model anew with p2p-co2 model"
+        raise ConfigError(str(path), "", problem) from None
 
 
 def _whole(checkpoint: Path) -> Checkpoint:

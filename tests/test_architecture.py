@@ -49,8 +49,8 @@ TOO_LARGE = {
 }
 """The classes that may be larger than the rule, each with its reason."""
 REACHED = {
-    "product lines": 54_515,
-    "test lines": 40_733,
+    "product lines": 54_689,
+    "test lines": 40_836,
     "module constants of time": 123,
     "numeric module constants": 503,
     "test functions that start processes": 73,

@@ -204,6 +204,8 @@ def test_the_report_has_the_loss_that_others_measured_and_the_summary(tmp_path: 
     assert "1.4375" in page
     assert charts.WHOLE in page
     assert ">run &lt;made-up&gt;</pre>" in page
+    assert '<h2 class="b-title">Run: ' in page
+    assert ">ran for: 0:" in page
     (tmp_path / "report.html").unlink()
     (tmp_path / "report.html").mkdir()
     with pytest.raises(EnvironmentFault, match="cannot write the report"):

@@ -35,7 +35,7 @@ from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.swarm import joining
 from p2p_co2.swarm.counting import BatchCounter, batch_tokens
 from p2p_co2.swarm.data import Fetching, PeerOrder, Place, Stopped, passes, reseed, warn_of_a_stream
-from p2p_co2.telemetry.events import AgreedMeasured, PeerStarted, Progress
+from p2p_co2.telemetry.events import AgreedMeasured, PeerFinished, PeerStarted, Progress
 from p2p_co2.telemetry.journal import read_events
 
 
@@ -216,7 +216,9 @@ def test_an_exchange_after_micro_steps_tells_their_loss() -> None:
 
 
 def test_an_own_loop_is_told_where_it_is_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    hear = joining._progress_printer(RunConfig(clock=ClockConfig(mode="time", round_s=60.0, rounds=30)))
+    hear = joining._progress_printer(
+        RunConfig(clock=ClockConfig(mode="time", round_s=60.0, rounds=30)), Path("runs/me")
+    )
     known: dict[str, Any] = {
         "peer": "me", "inner_steps": 1, "tokens": 1, "tokens_per_s": 1.0, "wall_s": 1.0,
         "up_bytes": 0, "down_bytes": 0, "versions": (1,), "train_s": 49.0, "exposed_s": 1.0,
@@ -224,11 +226,16 @@ def test_an_own_loop_is_told_where_it_is_every_ten_seconds(capsys: pytest.Captur
     for at in (100.0, 105.0, 111.0, 120.0, 122.0, 133.0):
         known |= {"phase": "training" if at < 133.0 else "paused"}
         hear(Progress(at=at, position=28.5, loss=2.25 if at == 111.0 else float("nan"), **known))
+    end = {"at": 140.0, "peer": "me", "digest": "", "versions": (), "carriers": {}, "peak_memory_bytes": 0}
+    hear(PeerFinished(**end, reason="stopped"))
+    hear(PeerFinished(**end, reason="the run is over"))
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         "round 28.5 of 30, 1:30 left, 98% of the time training, loss 2.25",
         "round 28.5 of 30, 1:30 left, 98% of the time training",
         "round 28.5 of 30, 1:30 left, resting",
+        "the run is over; what it came to: p2p-co2 status runs/me",
+        "the model: p2p-co2 model runs/me --out DIR",
     ]
 
 

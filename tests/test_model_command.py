@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import time
@@ -33,7 +34,8 @@ from p2p_co2.telemetry.events import Event, FragmentApplied, PeerJoined
 from p2p_co2.tensors.checkpoint.folder import load_agreed, save
 from p2p_co2.tensors.checkpoint.layout import KEPT, keep_layout
 from p2p_co2.tensors.fragments import plan_fragments
-from p2p_co2.trained import Trained
+from p2p_co2.tensors.pretrained import read_pretrained
+from p2p_co2.trained import ORIGIN, Trained
 from tests import swarms
 from tests.test_recipes import TINY, checkpoint_of
 from tests.test_swarm import START_S, opened
@@ -134,7 +136,9 @@ def test_a_checkpoint_of_an_own_recipe_loads_with_the_same_loss(
     assert not (tmp_path / "other").exists()
 
 
-def test_byte_gpt_goes_out_in_its_own_names_with_its_shape(tmp_path: Path) -> None:
+def test_byte_gpt_goes_out_in_its_own_names_with_its_shape(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = RunConfig(
         name="r", recipe="byte-gpt", recipe_options=TINY, recipe_digest=recipe_digest("byte-gpt", TINY)
     )
@@ -147,6 +151,17 @@ def test_byte_gpt_goes_out_in_its_own_names_with_its_shape(tmp_path: Path) -> No
     loaded = load_recipe("byte-gpt", TINY, seed=3).model
     load_model(loaded, tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(one, agreed[name]) for name, one in loaded.named_parameters())
+    said = list[str]()
+    for source in (tmp_path / "checkpoint", tmp_path / "out"):
+        capsys.readouterr()
+        assert asked("eval", source) == 0
+        assert asked("sample", source, "--length", 9) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert re.match(r"\d\.\d{3} nats per token, r, round 1\ndef ", said[0])
+    (tmp_path / "out" / ORIGIN).write_text("{}")
+    assert asked("eval", tmp_path / "out") == 2
+    assert "write the model anew with p2p-co2 model" in capsys.readouterr().err
 
 
 @pytest.mark.swarm
@@ -208,7 +223,7 @@ def test_stand_ins_in_another_format_do_not_come_out_as_a_model(tmp_path: Path) 
     model = Elsewhere(nn.Linear(4, 4))
     kept(tmp_path, model)
     assert asked("model", tmp_path / "checkpoint", "--out", tmp_path / "out") == 0
-    assert {one.name for one in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    assert {one.name for one in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", ORIGIN}
 
 
 # From own loops
@@ -248,8 +263,10 @@ def test_an_own_loop_of_transformers_is_loaded_after_one_line(
     measured, perplexity = capsys.readouterr().out.splitlines()
     held_out = load_recipe(recipe, {}, 0).held_out
     assert held_out is not None
-    assert float(measured) == pytest.approx(held_out(model)["loss"], abs=1e-4)
+    assert measured == f"{held_out(model)['loss']:.3f} in the recipe's own unit, own, round 1"
     assert perplexity.startswith("perplexity ")
+    assert asked("eval", out, "--recipe", recipe) == 0  # what was written just before
+    assert capsys.readouterr().out.splitlines() == [measured, perplexity]
     assert asked("model", checkpoint, "--out", tmp_path / "again", "--recipe", recipe) == 0
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert abs(loss_of(again) - loss_of(model)) < 1e-6
@@ -320,6 +337,8 @@ def test_of_adapters_only_the_adapters_come_out_and_peft_loads_them(tmp_path: Pa
     )
     swap_in(model, agreed)
     assert abs(loss_of(loaded) - loss_of(model)) < 1e-6
+    fresh = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
+    assert abs(loss_of(read_pretrained(fresh, tmp_path / "out")) - loss_of(model)) < 1e-6
 
 
 def test_what_was_frozen_comes_from_the_base_and_its_lack_is_said(
@@ -411,7 +430,7 @@ def test_a_little_that_is_frozen_is_kept_beside_the_checkpoint(tmp_path: Path) -
     model = made(0)
     kept(tmp_path, model)
     assert asked("model", tmp_path / "checkpoint", "--out", tmp_path / "out") == 0
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", ORIGIN}
     loaded = made(1)
     load_model(loaded, tmp_path / "out" / "model.safetensors")
     assert torch.equal(loaded.get_parameter("1.weight"), model.get_parameter("1.weight"))

@@ -142,7 +142,6 @@ def test_the_summary_is_readable() -> None:
         "5.5000 to 2.2500 nats per token",
         "yes, 2 of 2 peers finished",
         "80.0 bytes per parameter in the same 20.0 steps (80 times as much)",
-        "mean 0.33, max 1 (0: 8, 1: 4)",
         "def f(?[2J):\n    [bold]pass",
     ):
         assert part in text

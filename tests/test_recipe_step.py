@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes import InnerStep, Recipe, load_recipe, load_run_recipe, recipe_digest
-from p2p_co2.trained import Trained
+from p2p_co2.trained import Origin, Trained
 
 LINE = """
 import torch
@@ -319,7 +319,8 @@ def test_text_comes_by_the_models_own_generate_and_the_recipes_tokenizer(tmp_pat
     def batches(seed: int, batch: int) -> Iterator[Tensor]:
         yield torch.zeros(1, 1)
 
-    trained = Trained(Recipe(model, batches, squares, tokenizer=tmp_path / "t"))
+    origin = Origin(run=RunConfig(), round=0.0, inner_steps=0)
+    trained = Trained(Recipe(model, batches, squares, tokenizer=tmp_path / "t"), origin, tmp_path)
     text = trained.sample("a b", 100, seed=0)
     assert text.startswith("a b")
     assert len(text.split()) <= 8

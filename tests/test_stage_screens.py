@@ -16,6 +16,7 @@ from monitoring.lines import timed_exchanges
 from monitoring.model import Model, Recorder
 from monitoring.swarm import swarm_facts
 from monitoring.terminal import frame
+from monitoring.words import end_told
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.view import recalled
 from p2p_co2.wire.limits import MAX_FRAGMENTS
@@ -93,6 +94,13 @@ def test_exchanges_of_two_stages_are_two() -> None:
         ]
     found = timed_exchanges(fold(events))
     assert [(one.payload_bytes, one.ended_at) for one in found] == [(10, 4.0), (11, 5.0)]
+
+
+def test_a_peer_that_hears_nobody_of_its_stage_knows_their_shares_by_certificates() -> None:
+    events = [started("b", 0.0, "b", stage=1, stages=2), ev.PeerJoined(at=1.0, peer="b", other="c", name="c")]
+    events += [sample("round_counted", "b", 2.0, weights={"b": 100.0, "c": 300.0})]
+    told = end_told(swarm_facts(Known(fold(events), 3.0, me="b")))
+    assert told["end-gave"][1:] == ("2", "peers", "c 75.0 % of stage 1, b 25.0 % of stage 1")
 
 
 def test_what_a_late_observer_is_told_has_the_microbatches_and_a_new_process_has_none() -> None:

@@ -295,8 +295,10 @@ def test_a_demo_and_a_rehearsal_end_with_a_summary_and_nothing_running(tmp_path:
         assert not [pid for pid in summary["processes"].values() if psutil.pid_exists(pid)]
     assert demo["loss"]["end"] < demo["loss"]["start"]
     assert 1_000_000 <= demo["parameters"] <= 2_000_000
-    for name in ("events.jsonl", "loss.png", "checkpoint"):
+    for name in ("events.jsonl", "loss.png", "report.html"):
         assert (tmp_path / "demo" / name).exists()
+    (kept,) = (tmp_path / "demo").rglob("state-*")
+    assert kept.parent == tmp_path / "demo" / "checkpoint"
     assert "carriers slowed down on loopback" in rehearsal["emulation"]
     assert rehearsal["lines"]["peer-1"]["name"] == "dsl"
     assert rehearsal["rounds"]["duration_s"]["mean"] > 0.16, "four ways of 40 ms at least"

@@ -236,7 +236,8 @@ def test_a_peer_is_called_by_its_own_word_or_by_others_or_by_its_key() -> None:
 def test_what_is_recalled_folds_to_the_same_peer() -> None:
     sent = sample("fragment_sent", "a", 1.0)
     told = [started("a"), progress("a", 1.0), sent, sent, applied("a", 1, 4), applied("a", 0, 4),
-            sample("caught_up", "a", 3.0, fragment=1), sample("link_opened", "a", other="b")]  # fmt: skip
+            sample("caught_up", "a", 3.0, fragment=1), sample("link_opened", "a", other="b"),
+            *(sample("agreed_measured", "a", 3.0, loss=loss) for loss in (3.0, 2.0, 4.0))]  # fmt: skip
     early = fold(told)
     late = fold(recalled(early.peers["a"]))
     for _ in range(2):  # whoever lags gets it twice
@@ -244,7 +245,17 @@ def test_what_is_recalled_folds_to_the_same_peer() -> None:
             late.add(event)
         one, other = early.peers["a"], late.peers["a"]
         assert other.tally == one.tally
-        for name in ("start", "progress", "sent", "arrived", "open_links", "totals", "first_seen_at"):
+        for name in (
+            "start",
+            "progress",
+            "sent",
+            "arrived",
+            "open_links",
+            "totals",
+            "first_seen_at",
+            "agreed",
+            "best",
+        ):
             assert getattr(one, name) == getattr(other, name), name
 
 

@@ -62,8 +62,14 @@ def test_a_good_run_leaves_its_summary_and_its_picture(
     assert picture.shape[:2] == (560, 1400)
     assert picture.min() < picture.max()
     printed = capsys.readouterr().out
-    for part in ("2 peers", "def generated():", f"written to {tmp_path}"):
-        assert part in printed
+    figures, steps = printed[printed.index("ran for: ") :].split("next:\n")
+    assert "held-out loss: 5.5000 to 2.2500 nats per token (2.5000 on all of the held-out data)\n" in figures
+    assert figures.endswith("same parameters: yes, 2 of 2 peers finished\n")
+    assert figures.count("\n") == 5
+    assert [line.split("  ")[1] for line in steps.splitlines()] == [
+        str(tmp_path / "report.html"), f"p2p-co2 sample {tmp_path}", f"p2p-co2 board {tmp_path}",
+    ]  # fmt: skip
+    assert "def generated():" in (tmp_path / "report.html").read_text()
 
 
 def test_a_quiet_run_shows_its_summary_alone_and_a_verbose_one_each_event_once(
@@ -74,7 +80,7 @@ def test_a_quiet_run_shows_its_summary_alone_and_a_verbose_one_each_event_once(
         watch.see(BOTH)
         assert watch.finish(end_of()) == []
         shown = capsys.readouterr().out
-        assert "held-out loss, agreed parameters" in shown
+        assert "held-out loss: 5.5000 to 2.2500" in shown
         commits = re.findall(r"^..:..:.. exchange 2 of fragment 1 committed", shown, re.MULTILINE)
         assert len(commits) == (loudness is Loudness.VERBOSE)
         assert (" of 2 peers, round" in shown) == (loudness is Loudness.VERBOSE)
@@ -234,10 +240,22 @@ def test_what_was_given_before_does_not_count_as_given_now() -> None:
 
 def test_of_a_run_that_is_over_the_last_words_say_where_the_model_is() -> None:
     console, text = log()
-    told = [started(ADA), finished("the run is over")]
-    joined(console, told, come_back="p2p-co2 join @ticket", folder=Path("runs/me")).close()
-    assert "the model: p2p-co2 model runs/me/checkpoint --out DIR" in shown(text)
-    assert "to come back" not in shown(text)
+    measured = [
+        sample("agreed_measured", ADA, 120.0 + number, loss=loss, position=float(number))
+        for number, loss in ((1, 3.0), (2, 1.399), (3, 1.5))
+    ]
+    met = sample("peer_joined", ADA, 100.0, other=IDS["bob"], name="bob")
+    told = [*TRAINS, met, counted(ada=300.0, bob=900.0), *measured, finished("the run is over")]
+    run = FACTS.config.model_copy(update={"clock": ClockConfig(round_s=7.0, rounds=3)})
+    joined(console, told, run, come_back="p2p-co2 join @ticket", folder=Path("runs/me")).close()
+    last = shown(text)[shown(text).index("ran for: ") :]
+    assert last.splitlines() == [
+        "ran for: 0:20, 3 of 3 rounds",
+        "in the model: 600 tokens, certificates seen here: 1",
+        "best loss heard: 1.399 nats per token, held-out, at round 2",
+        "who gave: 2 peers, bob 75.0 %, ada 25.0 %",
+        "the model: p2p-co2 model runs/me --out DIR",
+    ]
 
 
 @pytest.mark.parametrize("make", [terminal, log])

@@ -15,7 +15,7 @@ from nicegui import ui
 from monitoring.board.shell import Frame, Tiles, Told, block, card, text
 from monitoring.facts import RECENT_S, SILENT_AFTER_S, PeerFacts, RunState, SwarmFacts
 from monitoring.machine import GpuFacts, MachineFacts, ask_nvidia, read_machine
-from monitoring.words import clock, figure, of_fragment, percent, plain, size, to_owner
+from monitoring.words import clock, end_told, figure, of_fragment, percent, plain, size, to_owner
 from p2p_co2.telemetry.feed import Feed
 from p2p_co2.wire.names import words_of
 
@@ -91,7 +91,7 @@ def own_told(facts: SwarmFacts, in_model: float | None = None) -> Told:
 
 
 class RunCard:
-    """How the run is, in a word and why, and how far."""
+    """How the run is, in a word and why, and how far; what it came to, once it is over."""
 
     def __init__(self, facts: SwarmFacts) -> None:
         self._tone = ""
@@ -104,6 +104,8 @@ class RunCard:
                 self._done = block("b-bar-done")
             self._bar.props('role=progressbar aria-label="rounds made" aria-valuemin=0 aria-valuemax=100')
             self._far = text("b-hint", test_id="run-progress")
+            with block("").style("margin-top:12px") as self._end:
+                self._came_to = Tiles(end_told(facts))
         self.set(facts)
 
     def set(self, facts: SwarmFacts) -> None:
@@ -121,6 +123,9 @@ class RunCard:
                 self._bar.props["aria-valuenow"] = made
                 self._done.style(f"width:{made}%")
         self._far.text = progress_words(facts)
+        self._end.set_visibility(facts.state == RunState.OVER)
+        if facts.state == RunState.OVER:
+            self._came_to.set(end_told(facts))
 
 
 def progress_words(facts: SwarmFacts) -> str:

@@ -28,6 +28,7 @@ from monitoring.columns import (
 from monitoring.facts import ENDED, OF_STAGES, ONLINE, PeerFacts, RoundFacts, StageFacts, SwarmFacts, Trouble
 from monitoring.history import AGREED, MAX_LINES, SWARM, Happening
 from monitoring.words import (
+    OWN_UNIT,
     ago,
     clock,
     date,
@@ -69,7 +70,7 @@ class SwarmPage(Page):
         with card("What is wrong now"):
             self._troubles = ui.element("div").props("data-testid=troubles")
         self._stages = _stages_table() if frame.model.facts().stages else None
-        unit = frame.model.facts().loss_unit or "in the recipe's own unit"
+        unit = frame.model.facts().loss_unit or OWN_UNIT
         with card("Loss of the agreed parameters", unit, self._add_controls):
             self._loss = Chart("chart-loss", "Loss")
         self._figures = _AgreedFigures()

@@ -19,7 +19,9 @@ from bootstrap.stage import Line, RunEnd
 from monitoring.lines import SteadyState, exchange_figures, exchange_words
 from monitoring.report import write_report
 from monitoring.summary import RunFacts, summarise, verdict
-from monitoring.terminal import print_summary
+from monitoring.swarm import swarm_facts
+from monitoring.terminal import loss_words, print_summary, same_words
+from monitoring.words import as_lines, end_told
 from p2p_co2.cli.command import Loudness
 from p2p_co2.cli.watch import ConsoleWatch
 from p2p_co2.config import RunConfig
@@ -97,16 +99,31 @@ class RunWatch(ConsoleWatch):
         words = Console(file=io.StringIO(), width=120, record=True)
         print_summary(summary, words)
         left_out = write_report(self._folder, words.export_text(), agreed, whole)
-        print_summary(summary, self.console)
+        notes = [f"note: {note}" for note in (*end.notes, *left_out)]
+        told = [*notes, *self._came_to(summary)]
         if self._emulation:
-            self.say(exchange_words(summary["exchanges"]))
-        for text in (*(f"note: {note}" for note in (*end.notes, *left_out)), f"written to {self._folder}"):
+            print_summary(summary, self.console)
+            told = [exchange_words(summary["exchanges"]), *notes, f"written to {self._folder}"]
+        for text in told:
             self.say(text)
         # Who was killed on purpose need not have finished.
         left = {name: peer for name, peer in summary["peer_table"].items() if name not in end.killed}
         expected = summary["expected_peers"] - len(end.killed)
         judged = {**summary, "peer_table": left, "expected_peers": expected}
         return [*end.deaths, *verdict(judged, by_loss=not self._emulation)]
+
+    def _came_to(self, summary: dict[str, Any]) -> list[str]:
+        """What every run says at its end, with what only a demo knows; and what to do next."""
+        told = end_told(swarm_facts(self.known(self.view.last_at or 0.0)))
+        told["end-loss"] = ("Held-out loss", loss_words(summary), "", "")
+        told["end-same"] = ("Same parameters", same_words(summary), "", "")
+        steps = {
+            f"{self._folder / 'report.html'}": "the run on a page, for a browser",
+            f"p2p-co2 sample {self._folder}": "text by the trained model",
+            f"p2p-co2 board {self._folder}": "the board again, to look around",
+        }
+        width = max(map(len, steps))
+        return [*as_lines(told), "next:", *(f"  {what:{width}}  {why}" for what, why in steps.items())]
 
     def close(self) -> None:
         """Give the terminal and the board's port back; may be called twice."""

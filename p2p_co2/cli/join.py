@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from monitoring.swarm import swarm_facts
-from monitoring.words import clock, figure, percent
+from monitoring.words import as_lines, clock, end_told, figure, percent
 from p2p_co2.cli.command import Loudness
 from p2p_co2.cli.watch import ConsoleWatch
 from p2p_co2.config import RunConfig
@@ -114,7 +114,8 @@ class JoinWatch(ConsoleWatch):
     def _goodbye(self, event: ev.PeerFinished) -> list[str]:
         """What is said when it is gone: why, what it gave, and how it comes back."""
         lines = [f"left: {event.reason}; agreed state {event.digest[:16]}"]
-        own = swarm_facts(self.known(event.at)).own
+        facts = swarm_facts(self.known(event.at))
+        own = facts.own
         if own is not None and own.inner_steps and own.joined_at is not None:
             tokens = figure(own.tokens - (self._tokens_before or 0))
             made = {one.round for one in self.view.rounds.values() if one.weights.get(own.peer, 0.0) > 0}
@@ -126,7 +127,8 @@ class JoinWatch(ConsoleWatch):
             if made:
                 lines.append(f"to show it: p2p-co2 credit {self._folder}")
         if event.reason == "the run is over":
-            lines.append(f"the model: p2p-co2 model {self._folder / 'checkpoint'} --out DIR")
+            command = f"gather {self._folder} OTHER-STAGES" if facts.stages else f"model {self._folder}"
+            lines += [*as_lines(end_told(facts)), f"the model: p2p-co2 {command} --out DIR"]
         elif self._come_back:
             lines.append(f"to come back: {self._come_back}")
         return lines

@@ -1,4 +1,4 @@
-"""The commands that look into a checkpoint: ``eval`` and ``sample``."""
+"""The commands that try a trained model: ``eval`` and ``sample``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from bootstrap.options import OwnRecipe, says
+from monitoring.words import OWN_UNIT, loss_unit, plain
 from p2p_co2.cli.options import OwnData, OwnText, OwnTokens, own_data
 
 
@@ -21,7 +22,9 @@ def checkpoint_of(folder: Path) -> Path:
 
 Checkpoint = Annotated[
     Path,
-    typer.Argument(metavar="CHECKPOINT", help="A peer's folder, or its checkpoint.", callback=checkpoint_of),
+    typer.Argument(
+        metavar="FOLDER", help="A peer's folder, its checkpoint, or what model wrote.", callback=checkpoint_of
+    ),
 ]
 
 
@@ -32,7 +35,7 @@ def sample(
     seed: Annotated[int, says("Draw the text from this seed.")] = 0,
     recipe: OwnRecipe = "",
 ) -> None:
-    """Generate text from a checkpoint."""
+    """Generate text with a trained model."""
     from p2p_co2.trained import Trained
 
     print(Trained.load(checkpoint, recipe).sample(prompt, length, seed))
@@ -46,21 +49,24 @@ def evaluate(
     tokens: OwnTokens = None,
     as_json: Annotated[bool, says("Print JSON.", "--json")] = False,
 ) -> None:
-    """Held-out loss of a checkpoint, as its recipe measures it (byte-gpt: nats per token), on Python's own
-    text unless other data is named."""
-    from p2p_co2.tensors.checkpoint.folder import load_agreed
+    """Held-out loss of a trained model, as its recipe measures it (byte-gpt: nats per token), on Python's
+    own text unless other data is named."""
     from p2p_co2.trained import Trained
 
-    loss, figures = Trained.load(checkpoint, recipe, own_data(data, text, tokens)).measured()
+    trained = Trained.load(checkpoint, recipe, own_data(data, text, tokens))
+    loss, figures = trained.measured()
+    origin = trained.origin
+    unit = loss_unit(origin.run.recipe)
     if not as_json:
-        print("\n".join([f"{loss:.4f}", *(f"{name} {value:.6g}" for name, value in figures.items())]))
+        at = f"{origin.round:.1f}".removesuffix(".0")
+        print(f"{loss:.3f} {unit or OWN_UNIT}, {plain(origin.run.name, 64)}, round {at}")
+        print("".join(f"{name} {value:.6g}\n" for name, value in figures.items()), end="")
         return
-    agreed = load_agreed(checkpoint)
     told = {
         "loss": loss if math.isfinite(loss) else None,
-        "unit": "nats per token" if agreed.run.recipe == "byte-gpt" else "",
+        "unit": unit,
         "figures": {name: value for name, value in figures.items() if math.isfinite(value)},
-        "run": agreed.run.name, "round": agreed.position, "inner_steps": agreed.inner_steps,
-        "checkpoint": str(agreed.path),
+        "run": origin.run.name, "round": origin.round, "inner_steps": origin.inner_steps,
+        "checkpoint": str(trained.path),
     }  # fmt: skip
     print(json.dumps(told))

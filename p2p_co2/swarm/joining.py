@@ -28,7 +28,7 @@ from p2p_co2.swarm.swarm import Swarm
 from p2p_co2.system.extras import missing
 from p2p_co2.system.folders import peer_folder
 from p2p_co2.system.process import say
-from p2p_co2.telemetry.events import Event, Progress
+from p2p_co2.telemetry.events import Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.ticket import Ticket, read_ticket
 from p2p_co2.trainer import connection
@@ -125,14 +125,18 @@ def _end_in_one_line(kind: type[BaseException], error: BaseException, trace: Tra
         sys.__excepthook__(kind, error, trace)
 
 
-def _progress_printer(run: RunConfig) -> EventSink:
-    """What prints warnings, and a line each ten seconds of where this peer is."""
+def _progress_printer(run: RunConfig, folder: Path) -> EventSink:
+    """What prints warnings, a line each ten seconds of where this peer is, and what to do at the run's end.
+    ``folder``: the peer's."""
     told_at = math.inf
     clock = run.clock
 
     def hear(event: Event) -> None:
         nonlocal told_at
         connection.print_warnings(event)
+        if isinstance(event, PeerFinished) and event.reason == "the run is over":
+            say(f"the run is over; what it came to: p2p-co2 status {folder}")
+            say(f"the model: p2p-co2 model {folder} --out DIR")
         if not isinstance(event, Progress):
             return
         told_at = min(told_at, event.at)  # the first of them begins the ten seconds
@@ -218,7 +222,7 @@ def _join(
 
         connected = connection.connect(ticket, peers, tell)
         if progress and on_event is None:
-            hears.append(_progress_printer(connected.run))
+            hears.append(_progress_printer(connected.run, peers.folder))
         if peers.board:
             say(f"board: {connected.board or missing('board')}")
         try:

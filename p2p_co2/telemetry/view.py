@@ -131,8 +131,9 @@ class PeerRecord:
     figure that is no number is as before. ``earlier``: counters of its earlier processes that ``progress``
     does not hold. ``loading``: the agreed state on its way, None if there is none. ``paused``: why it
     rests, "" if it does not. ``sent``, ``arrived``: newest by fragment. ``recent_sends``: (at, why skipped,
-    "" if not); ``recent_bytes``: (at, up, down). ``seen_left``: (at, reason) by the peer that said so.
-    ``told_name``: what others heard that it is called. Nothing else in here is the word of others."""
+    "" if not); ``recent_bytes``: (at, up, down). ``agreed``: its newest measurement, ``best``: that of the
+    lowest loss. ``seen_left``: (at, reason) by the peer that said so. ``told_name``: what others heard that
+    it is called. Nothing else in here is the word of others."""
 
     peer: str
     first_seen_at: float | None = None
@@ -146,6 +147,7 @@ class PeerRecord:
     earlier: Counters = field(default_factory=Counters)
     tally: Tally = field(default_factory=Tally)
     agreed: ev.AgreedMeasured | None = None
+    best: ev.AgreedMeasured | None = None
     recent_sends: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAX_DISTINCT))
     recent_bytes: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=MAX_DISTINCT))
     sent: dict[int, ev.FragmentSent] = field(default_factory=dict)
@@ -302,6 +304,7 @@ class PeerRecord:
                     self.loading = dataclasses.replace(self.loading, fragments=left) if left else None
             case ev.AgreedMeasured() if math.isfinite(event.loss) and math.isfinite(event.position):
                 self.agreed = event
+                self.best = min(self.best or event, event, key=lambda one: one.loss)
             case ev.MessageRefused() | ev.MicrobatchDropped() | ev.SliceMissed():
                 _count(getattr(self.tally, _TALLY_OF[type(event)]), event.reason)
             case ev.Recalled():
@@ -344,7 +347,7 @@ def recalled(view: PeerRecord) -> list[ev.Event]:
         skipped_sends=dict(tally.skipped_sends), caught_up=dict(tally.caught_up - newer.caught_up),
         refused=dict(tally.refused), dropped=dict(tally.dropped), missed=dict(tally.missed),
     )  # fmt: skip
-    told = view.start, view.progress, view.pipeline, view.end, view.agreed
+    told = view.start, view.progress, view.pipeline, view.end, view.best, view.agreed
     newest = [event for event in told if event and event.peer]
     opened = [
         ev.LinkOpened(at=at, peer=view.peer, other=other, carrier=carrier)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_model, save_file
 from torch import Tensor, nn
 
 from p2p_co2.errors import ConfigError, EnvironmentFault
@@ -65,6 +65,21 @@ def write_pretrained(
                 _save_pretrained(inner)(place)
         for file in copies:
             shutil.copyfile(file, place / file.name)
+
+
+def read_pretrained(model: Any, folder: Path) -> nn.Module:
+    """``model`` with the values that ``write_pretrained`` wrote into ``folder``; of a library that loads by
+    itself (``from_pretrained``) a new one. Raises ``ConfigError`` if they are of another model."""
+    try:
+        if hasattr(model, "peft_config"):
+            model.load_adapter(folder, model.active_adapter)
+        elif callable(getattr(model, "from_pretrained", None)):
+            return type(model).from_pretrained(folder)  # type: ignore[no-any-return]
+        else:
+            load_model(model, folder / WEIGHTS)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise ConfigError(str(folder), "", f"is of another model than the recipe makes: {error}") from None
+    return model  # type: ignore[no-any-return]
 
 
 @contextmanager
