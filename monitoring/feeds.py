@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 import socket
 import threading
@@ -62,6 +63,15 @@ def read_ticket(*folders: Path) -> str:
     return ""
 
 
+def run_of(folder: Path) -> RunConfig | None:
+    """The run that the newest checkpoint of a peer's folder is of; None if none tells."""
+    for path in sorted(folder.glob("checkpoint/state-*/manifest.json"), reverse=True):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
+            text = json.loads(path.read_text(encoding="utf-8"))["metadata"]["run"]
+            return RunConfig.from_canonical_bytes(text.encode())
+    return None
+
+
 class JournalFeed(Feed):
     """``folder`` is a run's (``events.jsonl`` of each peer below ``peers/``, or one merged file), or one
     peer's. Files are only read, and followed while they grow; each look stats every journal.
@@ -91,6 +101,7 @@ class JournalFeed(Feed):
         is_due = time.monotonic() - self._looked_at > TIERS[0][0]
         if is_due:
             self._looked_at = time.monotonic()
+            self.run = self.run or run_of(self._folder)
             single = sorted(self._folder.glob("peers/*/events.jsonl")) or [self._folder / "events.jsonl"]
             for path in single[:MAX_JOURNALS]:
                 if path not in self._tails and path.exists():

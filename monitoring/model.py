@@ -182,7 +182,8 @@ class Recorder:
         """What is to be written now, if anything; for ``write``, in any thread, before asking again."""
         now = self._model.known.now
         made = self._batch
-        if now - made.at < TIERS[0][0]:
+        is_last = self._model.known.is_over and bool(made.happenings or made.counted_rounds)  # time stands
+        if now - made.at < TIERS[0][0] and not is_last:
             return None
         facts = self._model.facts()
         self._batch = Batch(now)

@@ -38,7 +38,10 @@ _CARDS = (
     ("tokens", "Tokens per second", "all peers together"),
     ("traffic", "Traffic", "kB/s, all peers together"),
 )  # fmt: skip
-_STYLE = "body{margin:0}pre{overflow-x:auto;font-size:12.5px}"
+_STYLE = (
+    "body{margin:0}pre{overflow-x:auto;font-size:12.5px}"
+    ".b-page>.b-card:first-child pre{white-space:pre-wrap}"  # what it came to is words, no table
+)
 _DRAW = """
 const read = id => JSON.parse(document.getElementById(id).textContent);
 const url = URL.createObjectURL(new Blob([read('echarts')], {type: 'text/javascript'}));

@@ -178,7 +178,9 @@ def line(facts: SwarmFacts) -> str:
         parts.append(f"replicas by stage {replicas}, queued {queues}, {dropped} dropped")
     if count:
         parts.append(f"{count} trouble{'s'[: count > 1]}: {plain(facts.troubles[0].words, 300)}")
-    return (f"{facts.state}: " if facts.state else "") + ", ".join(filter(None, parts))
+    # Who has left hears nothing more: the run goes on without him, or not.
+    state = "Left" if (own := facts.own) and own.state == "left" else facts.state
+    return (f"{state}: " if state else "") + ", ".join(filter(None, parts))
 
 
 def _rounds(facts: SwarmFacts) -> str:
@@ -187,9 +189,8 @@ def _rounds(facts: SwarmFacts) -> str:
 
 
 def _peers_there(facts: SwarmFacts) -> str:
-    reached = sum(peer.state == "reached" for peer in facts.peers)
-    more = f" ({reached} more reached)" if reached else ""
-    return f"{facts.peers_online} of {facts.peers_known} peers{more}"
+    reached = sum(peer.state == "reached" for peer in facts.peers)  # a peer hears itself alone
+    return f"{facts.peers_online + reached} of {facts.peers_known} peers"
 
 
 def _round_words(facts: SwarmFacts) -> str:

@@ -132,7 +132,7 @@ def _look_first(config: PeerConfig, say: Callable[[str], None]) -> None:
             raise ConfigError.of_option("--device", f"{finding.measured}; {finding.advice}")
         if finding.state == Grade.CANNOT:
             raise EnvironmentFault(f"{finding.name}: {finding.measured}; {finding.advice}")
-        if finding.state == Grade.LIMITED:
+        if finding.state == Grade.LIMITED and finding.name != "rest-while":  # the peer warns of that itself
             say(f"note: {finding.name}: {finding.measured}; {finding.advice}")
 
 

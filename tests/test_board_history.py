@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -17,7 +18,7 @@ import pytest
 from monitoring.feeds import QUIET_S, JournalFeed, RelayedFeed
 from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, BoardHistory, Happening
 from monitoring.model import MAX_PEERS, Model, Recorder
-from p2p_co2.config import read_run_config
+from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.system.process import FolderLock
 from p2p_co2.system.socket_activation import MAX_ASKED, receive_relayed, send_relayed
@@ -263,3 +264,34 @@ def test_a_board_shows_itself_before_its_past_and_ends_aloud_when_it_can_learn_n
     assert ended.returncode == 1
     assert "a page before the past: 200" in ended.stdout
     assert "RuntimeError: a fault of ours" in ended.stderr
+
+
+def test_the_last_seconds_of_a_run_that_is_over_are_kept(tmp_path: Path) -> None:
+    with Journal(tmp_path / "peers" / "p0" / "events.jsonl") as journal:
+        journal.write(started(peer_id(0), at=1.0))
+        for second in range(2, 40):
+            journal.write(ev.Warned(at=float(second), peer=peer_id(0), text=f"at {second}"))
+        end = ev.PeerFinished(at=39.1, peer=peer_id(0), reason="the run is over", digest="", versions=())
+        journal.write(end)
+    os.utime(tmp_path / "peers" / "p0" / "events.jsonl", (40.0, 40.0))
+    history = BoardHistory(None)
+    Recorder(Model(JournalFeed(tmp_path)), history).follow(time.time())
+    newest, *_ = history.happenings(10)
+    assert "finished" in newest.words
+    history.close()
+
+
+def test_a_peers_own_folder_says_which_run_it_is_of(tmp_path: Path) -> None:
+    with Journal(tmp_path / "events.jsonl") as journal:
+        journal.write(started(peer_id(0), at=time.time()))
+    feed = JournalFeed(tmp_path)
+    feed.take()
+    assert feed.run is None
+    run = RunConfig(name="first-run")
+    for steps, text in (("000000000001", run.canonical_bytes().decode()), ("000000000002", "{")):
+        place = tmp_path / "checkpoint" / f"state-{steps}-001"
+        place.mkdir(parents=True)
+        (place / "manifest.json").write_text(json.dumps({"metadata": {"run": text}}), encoding="utf-8")
+    feed = JournalFeed(tmp_path)
+    feed.take()
+    assert feed.run == run

@@ -245,7 +245,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 
 
 def test_a_peer_shows_what_it_gave_and_another_checks_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "identity").write_bytes(A.libp2p_bytes())
     assert "was counted in no round" in said(capsys, tmp_path)[2]
@@ -264,6 +264,14 @@ def test_a_peer_shows_what_it_gave_and_another_checks_it(
     assert "claims 150 tokens" in out
     assert f"others that signed: {B.peer_id}, {C.peer_id}" in out
     assert "counted 150 tokens of it in 2 exchanges" in out
+    home = tmp_path / "data"
+    monkeypatch.setenv("XDG_DATA_HOME", str(home))
+    folder = home / "p2p-co2" / "runs" / "0a" / "peer"
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(tmp_path)
+    (tmp_path / "name").write_text("ada\nfirst-run\n", encoding="utf-8")
+    assert "gave 150 tokens" in said(capsys, "ada")[1]
+    assert str(folder) in said(capsys, "nobody")[2]  # those that there are
     for words in ("that the signers are different", f"which run {RUN.hex()} is", "how large fragments 1 are"):
         assert f"not proven: {words}" in out
     seed = f"/ip4/127.0.0.1/tcp/1/p2p/{B.peer_id}"

@@ -25,7 +25,17 @@ from monitoring.columns import (
     Column,
     a_month,
 )
-from monitoring.facts import ENDED, OF_STAGES, ONLINE, PeerFacts, RoundFacts, StageFacts, SwarmFacts, Trouble
+from monitoring.facts import (
+    ENDED,
+    OF_STAGES,
+    ONLINE,
+    PeerFacts,
+    RoundFacts,
+    RunState,
+    StageFacts,
+    SwarmFacts,
+    Trouble,
+)
 from monitoring.history import AGREED, MAX_LINES, SWARM, Happening
 from monitoring.words import (
     OWN_UNIT,
@@ -163,7 +173,7 @@ def swarm_told(facts: SwarmFacts) -> Told:
     held_out = f"held-out{ago(facts.loss_agreed_at, facts.at)}; agreed parameters"
     kind = held_out if facts.loss_kind == "held-out" else "training, mean of peers"
     total = f"of {facts.rounds_total}" if facts.rounds_total else "without end"
-    every = f", {figure(facts.round_s, 0)} s each" if facts.round_s else ""
+    every = f", {facts.round_s:g} s each" if facts.round_s else ""
     alone = f"{facts.rounds_alone} alone, " if facts.rounds_alone else ""
     made = f"committed; {alone}{facts.rounds_aborted} aborted, {facts.rounds_counted} checked"
     per_s = "through all stages" if facts.stages else "sum of the peers"
@@ -183,11 +193,8 @@ def swarm_told(facts: SwarmFacts) -> Told:
 
 def _show_troubles(facts: SwarmFacts) -> None:
     if not facts.troubles:
-        ended = facts.rounds_total and facts.position >= facts.rounds_total
-        text(
-            "b-fine",
-            "The run is over." if ended else "Nothing: every peer is heard, and fragment exchanges commit.",
-        )
+        fine = "Nothing: every peer is heard, and fragment exchanges commit."
+        text("b-fine", "The run is over." if facts.state == RunState.OVER else fine)
     for trouble in facts.troubles:
         with block(f"b-row {trouble.severity}"):
             text("b-mark", "Wrong" if trouble.severity == "bad" else "Note")

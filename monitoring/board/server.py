@@ -339,18 +339,19 @@ def run_activated(
     gone = gone or threading.Event()
 
     def recall() -> None:
+        assert journal is not None
         os.nice(10)  # of this thread alone
-        if journal is not None:
-            ends_at = time.monotonic() + IDLE_S
-            while not feed.me and feed.state.phase == "connecting" and time.monotonic() < ends_at:
-                time.sleep(0.02)  # a peer under load answers late
-            recall_journal(journal, feed.me, feed.run, kept)
+        ends_at = time.monotonic() + IDLE_S
+        while not feed.me and feed.state.phase == "connecting" and time.monotonic() < ends_at:
+            time.sleep(0.02)  # a peer under load answers late
+        recall_journal(journal, feed.me, feed.run, kept)
 
     def is_over(idle_s: float) -> bool:
         return idle_s > IDLE_S or gone.is_set()
 
     with contextlib.closing(feed):
-        asyncio.run(serve(Model(feed), kept, bound, "", is_over, recall))
+        past = recall if journal is not None else None  # other feeds bring their own
+        asyncio.run(serve(Model(feed), kept, bound, "", is_over, past))
     return 0
 
 

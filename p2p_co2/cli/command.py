@@ -48,7 +48,7 @@ class PeerSettings(dict[str, Any]):
 
 DOINGS = {
     "eval": "measuring the loss on held-out data",
-    "model": "taking the model out of the checkpoint, or the swarm",
+    "model": "taking the model out",
 }
 """What commands do that say nothing for long."""
 LOUDNESS = ContextVar("loudness", default=Loudness.NORMAL)

@@ -11,6 +11,7 @@ import typer
 
 from bootstrap.options import says
 from monitoring.words import figure, plain
+from p2p_co2.cli.here import folder_called
 from p2p_co2.errors import ConfigError, RemoteProtocolError
 from p2p_co2.node.credit import credit_files, read_credit
 from p2p_co2.protocol.credit import Credit, Holder, export, open_credit
@@ -23,7 +24,9 @@ from p2p_co2.wire.names import words_of
 def credit(
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="FOLDER", help="The peer's folder; the only one of yours, if absent."),
+        typer.Argument(
+            metavar="NAME|FOLDER", help="The peer's name, or its folder; the only peer of yours, if absent."
+        ),
     ] = None,
     as_json: Annotated[bool, says("Print the proof, for --check.", "--json")] = False,
     picture: Annotated[Path | None, says("Draw it, too.", metavar="FILE.svg")] = None,
@@ -41,7 +44,7 @@ def credit(
             return
         found = [_checked(one, "this record") for one in exports]
     elif as_json or picture is not None or folder is not None:
-        raise ConfigError.of_option("--check", "reads FILE alone; leave FOLDER, --json and --picture out")
+        raise ConfigError.of_option("--check", "reads FILE alone; leave NAME, --json and --picture out")
     else:
         with check.open("rb") as file:
             found = [_checked(file.read(2 * Holder.most_bytes + 1), str(check))]
@@ -57,15 +60,17 @@ def credit(
 
 def _exports(folder: Path | None) -> list[bytes]:
     """Of each run or stage that the peer of ``folder`` took part in, the newest last."""
-    mine = [one for one in peer_folders() if credit_files(one)] if folder is None else [folder]
+    mine = [one for one in peer_folders() if credit_files(one)]
+    which = ", ".join(map(str, mine)) or "none of your peers was counted in a round yet"
+    if folder is not None:
+        mine = [folder if folder.is_dir() else folder_called(str(folder)) or folder]
     if len(mine) != 1 or not (mine[0] / "identity").is_file():
-        which = ", ".join(map(str, mine)) or "none of your peers was counted in a round yet"
-        raise ConfigError.of_option("FOLDER", f"name the folder of a peer: {which}")
+        raise ConfigError.of_option("NAME|FOLDER", f"name a peer, or its folder: {which}")
     identity = Identity.load_or_create(mine[0] / "identity")
     records = [(head, lines) for head, lines in map(read_credit, credit_files(mine[0])) if lines]
     exports = [export([head, *lines], identity) for head, lines in records if head.peer == identity.peer_id]
     if not exports:
-        raise ConfigError.of_option("FOLDER", f"{mine[0]}: its peer was counted in no round yet")
+        raise ConfigError.of_option("NAME|FOLDER", f"{mine[0]}: its peer was counted in no round yet")
     return exports
 
 

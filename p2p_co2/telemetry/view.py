@@ -264,10 +264,12 @@ class PeerRecord:
     def _begin(self, event: ev.PeerStarted) -> None:
         self.earlier = self.totals
         self.progress = _NO_PROGRESS
-        if event.resumed_from:  # its steps and tokens go on from there
+        if event.resumed_from:  # its rounds, steps and tokens go on from there
             steps = event.inner_steps
             tokens = self.earlier.tokens
-            self.progress = dataclasses.replace(_NO_PROGRESS, inner_steps=steps, tokens=tokens)
+            self.progress = dataclasses.replace(
+                _NO_PROGRESS, position=event.position, inner_steps=steps, tokens=tokens
+            )
             self.earlier = dataclasses.replace(self.earlier, inner_steps=0, tokens=0)
         self.start = event
         self.pipeline = None

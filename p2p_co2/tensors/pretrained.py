@@ -198,7 +198,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], shared: Mapping[str
     """One safetensors file, as ``safetensors.torch.save_model`` writes it: a tied tensor once, its further
     names (``shared``: to the first) in the metadata."""
     dense = {name: one.contiguous().cpu() for name, one in tensors.items()}
+    path.touch()
+    mode = path.stat().st_mode
     save_file(dense, path, {"format": "pt", **shared})
+    path.chmod(mode)  # save_file lets nobody else read it
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -311,15 +311,21 @@ def together(passed: Iterable[Passed]) -> float | None:
     return sum(one.size_bytes for one in known) / running_s if known else None
 
 
+def _mbit(bytes_per_s: float) -> str:
+    """In Mbit/s, three digits or all before the point."""
+    rate = 8e-6 * bytes_per_s
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.3g}"
+
+
 def rate_finding(name: str, known: Mapping[str, Passed], troubles: Sequence[str]) -> Finding:
     """``known``: what came through, by whom it was measured with."""
     total = together(known.values())
     if total is None:
         words = "; ".join(troubles)[:200] or "nobody to measure with"
         return Finding(name, Grade.UNKNOWN, words, "try again in a minute")
-    words = f"{8e-6 * total:.3g} Mbit/s"
+    words = f"{_mbit(total)} Mbit/s"
     if len(known) > 1:
-        each = (f"{8e-6 * passed.bytes_per_s:.3g} with {who}" for who, passed in known.items())
+        each = (f"{_mbit(passed.bytes_per_s)} with {who}" for who, passed in known.items())
         words += f" ({', '.join(each)})"
     if total < 125_000:
         advice = "answers will be stale: spare this link, use a cable and not Wi-Fi"
