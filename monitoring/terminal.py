@@ -42,6 +42,7 @@ from monitoring.words import (
     size,
     to_owner,
 )
+from p2p_co2.telemetry.events import THE_RUN_IS_OVER
 from p2p_co2.telemetry.feed import Feed
 
 FRAME_S = 0.5
@@ -179,7 +180,8 @@ def line(facts: SwarmFacts) -> str:
     if count:
         parts.append(f"{count} trouble{'s'[: count > 1]}: {plain(facts.troubles[0].words, 300)}")
     # Who has left hears nothing more: the run goes on without him, or not.
-    state = "Left" if (own := facts.own) and own.state == "left" else facts.state
+    left = (own := facts.own) and own.state == "finished" and own.reason != THE_RUN_IS_OVER
+    state = "Left" if left else facts.state
     return (f"{state}: " if state else "") + ", ".join(filter(None, parts))
 
 

@@ -49,8 +49,8 @@ TOO_LARGE = {
 }
 """The classes that may be larger than the rule, each with its reason."""
 REACHED = {
-    "product lines": 54_689,
-    "test lines": 40_836,
+    "product lines": 54_734,
+    "test lines": 40_876,
     "module constants of time": 123,
     "numeric module constants": 503,
     "test functions that start processes": 73,

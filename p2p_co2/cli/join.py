@@ -126,7 +126,7 @@ class JoinWatch(ConsoleWatch):
             )
             if made:
                 lines.append(f"to show it: p2p-co2 credit {self._folder}")
-        if event.reason == "the run is over":
+        if event.reason == ev.THE_RUN_IS_OVER:
             command = f"gather {self._folder} OTHER-STAGES" if facts.stages else f"model {self._folder}"
             lines += [*as_lines(end_told(facts)), f"the model: p2p-co2 {command} --out DIR"]
         elif self._come_back:

@@ -22,7 +22,7 @@ from p2p_co2.node.progress import LACKS, Where
 from p2p_co2.protocol.ledger import AgreedVersion
 from p2p_co2.protocol.rounds.bounds import READY_CAP_S
 from p2p_co2.simnet.laws import Books, Forks, Violation, comes_of
-from p2p_co2.simnet.process import THE_RUN_IS_OVER, Process, Volunteer
+from p2p_co2.simnet.process import Process, Volunteer
 from p2p_co2.simnet.scene import Scene
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
@@ -250,7 +250,7 @@ class Inspector:
                 self.lacking.add(process.peer)
             case ev.TrainingEnded() if process in self._oversights:
                 self._oversights[process].goes_within(event.offers_within_s + event.settles_within_s)
-            case ev.PeerFinished(reason=reason) if reason == THE_RUN_IS_OVER:
+            case ev.PeerFinished(reason=reason) if reason == ev.THE_RUN_IS_OVER:
                 self._first_end_at = min(self._first_end_at, self._scene.world.now)
                 self.ends[process.peer] = process.ledger.agreed()
         self._scene.log.write(event)

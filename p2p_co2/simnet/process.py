@@ -40,7 +40,6 @@ REPORTS_IN_A_QUIET_BEAT = 2.0
 """How often a peer writes its progress down in one slow heartbeat. Every second, as a real one does, a day of
 a thousand would be 88 million lines."""
 TOKENS_PER_STEP = 1000
-THE_RUN_IS_OVER = "the run is over"
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ class Process:
         await training.train()
         self._tasks[2].cancel()
         await training.stand_still(training.sync.flush_waits(training.is_over))
-        await self._leave(node, THE_RUN_IS_OVER if training.is_over else "stopped")
+        await self._leave(node, ev.THE_RUN_IS_OVER if training.is_over else "stopped")
 
     async def _join(self, doorway: Doorway) -> None:
         while True:

@@ -28,7 +28,7 @@ from p2p_co2.swarm.swarm import Swarm
 from p2p_co2.system.extras import missing
 from p2p_co2.system.folders import peer_folder
 from p2p_co2.system.process import say
-from p2p_co2.telemetry.events import Event, PeerFinished, Progress
+from p2p_co2.telemetry.events import THE_RUN_IS_OVER, Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.ticket import Ticket, read_ticket
 from p2p_co2.trainer import connection
@@ -134,7 +134,7 @@ def _progress_printer(run: RunConfig, folder: Path) -> EventSink:
     def hear(event: Event) -> None:
         nonlocal told_at
         connection.print_warnings(event)
-        if isinstance(event, PeerFinished) and event.reason == "the run is over":
+        if isinstance(event, PeerFinished) and event.reason == THE_RUN_IS_OVER:
             say(f"the run is over; what it came to: p2p-co2 status {folder}")
             say(f"the model: p2p-co2 model {folder} --out DIR")
         if not isinstance(event, Progress):

@@ -350,6 +350,10 @@ class TrainingEnded(Event):
     settles_within_s: float
 
 
+THE_RUN_IS_OVER = "the run is over"
+"""Why a peer that trained to the end has finished."""
+
+
 class PeerFinished(Event):
     """The last event of a process. ``digest`` covers the whole agreed state, hex."""
 

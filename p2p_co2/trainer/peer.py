@@ -347,7 +347,7 @@ class Peer:
             return
         self._left = True
         last: dict[str, Any] = {"digest": "", "versions": tuple(self._sync.versions), "carriers": {}}
-        reason = reason or ("the run is over" if self.over and not self._sync.stopped else "stopped")
+        reason = reason or (ev.THE_RUN_IS_OVER if self.over and not self._sync.stopped else "stopped")
         with self._signals.at_the_end(), ExitStack() as ending:
             ending.callback(self._owner.close)
             ending.callback(self._save_and_finish, reason, last)
