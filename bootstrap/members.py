@@ -1,6 +1,6 @@
 """The members of a run: the book that its organiser keeps, and the tickets made from it.
 
-The book is the file ``members`` in the folder of the run's first seed, a line of JSON for each ticket. The
+The book is the file ``members`` in the folder of the run's first seed, a certificate in each line. The
 seed begins it where its run file says ``members = true``; it need not be up for what is done here. Private
 keys are in the tickets alone: one that is lost is revoked, and another made.
 """
@@ -8,11 +8,10 @@ keys are in the tickets alone: one that is lost is revoked, and another made.
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,29 +21,17 @@ from p2p_co2.system.folders import data_home, keep_private
 from p2p_co2.system.process import full_disk_named
 from p2p_co2.ticket import Ticket, kept_seeds, read_ticket
 from p2p_co2.wire.envelope import head_of, unsent
-from p2p_co2.wire.identity import Identity
+from p2p_co2.wire.identity import Identity, parsed
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_REVOKED
 from p2p_co2.wire.members import REVOKED_CONTEXT, Pass, read_revocation
-from p2p_co2.wire.messages_pb2 import PeerRecord, Revocation, Revoked
+from p2p_co2.wire.messages_pb2 import Certificate, PeerRecord, Revocation, Revoked
 from p2p_co2.wire.names import is_name
 
 if TYPE_CHECKING:
     from p2p_co2.node.network import Network
 
-DAY_S = 86400.0
 KNOWN = "known-peers"
 """In the folder of the seed: a ticket by way of peers that it saw last, for when it is down itself."""
-
-
-@dataclass(frozen=True)
-class Invited:
-    """One ticket: for whom, until when (unix seconds), whether for looking on alone; ``person``: its public
-    key, in hex."""
-
-    name: str
-    person: str
-    expires_at: int
-    watches: bool
 
 
 class Book:
@@ -64,30 +51,24 @@ class Book:
         self.key = Identity.load_or_create(self.folder / "identity")
         self.ticket = Ticket.parse(read_ticket(f"@{self.folder / 'ticket'}"))
 
-    def members(self) -> list[Invited]:
-        """All that were ever invited, in that order. Raises ``ConfigError`` for a line that is none."""
+    def certificates(self) -> list[Certificate]:
+        """All that were ever made, in that order. Raises ``ConfigError`` for a line that is none."""
         try:
-            lines = self._path.read_text(encoding="utf-8").splitlines()
-            return [Invited(**json.loads(line)) for line in lines]
-        except (ValueError, TypeError):
-            raise ConfigError(
-                str(self._path), "", "has a line that is no member's; mend it by hand"
-            ) from None
+            lines = self._path.read_text(encoding="ascii").split()
+            return [parsed(Certificate, bytes.fromhex(line)) for line in lines]
+        except (ValueError, RemoteProtocolError):
+            raise ConfigError(str(self._path), "", "has a line that is no certificate; take it out") from None
 
     def invite(self, name: str, days: float, watches: bool) -> Ticket:
-        """A ticket for one person, and a line for it."""
+        """A ticket for one person. Raises ``ConfigError``."""
         if not is_name(name):
             raise ConfigError.of_option("NAME", "at most 32 printable characters, none of them ~")
         if not 0 < days <= 3650:  # written so that NaN is refused
             raise ConfigError.of_option("--days", f"above 0, at most 3650 (got {days:g})")
-        admits = Pass.issue(self.key, self.ticket.run, name, time.time() + days * DAY_S, watches)
-        ticket = replace(self.ticket, admits=admits)
-        said = ticket.certificate()
-        assert said is not None
-        member = Invited(name, said.person.hex(), said.expires_at, watches)
-        with full_disk_named(self.folder), self._path.open("a", encoding="utf-8") as book:
-            book.write(f"{json.dumps(asdict(member))}\n")
-        return ticket
+        admits = Pass.issue(self.key, self.ticket.run, name, time.time() + days * 86400, watches)
+        with full_disk_named(self.folder), self._path.open("a", encoding="ascii") as book:
+            book.write(f"{admits.certificate.hex()}\n")
+        return replace(self.ticket, admits=admits)
 
     def revocation(self) -> Revocation:
         """The newest one; an empty one if nobody was revoked."""
@@ -101,12 +82,12 @@ class Book:
     def revoke(self, name: str) -> bytes:
         """All tickets of ``name`` hold no more. Returns the sealed revocation, to be handed to the peers."""
         # Peers' clocks are not quite right: what expired a moment ago may still be let in.
-        lasting = [one for one in self.members() if one.expires_at > time.time() - DAY_S]
-        named = {bytes.fromhex(one.person) for one in lasting if one.name == name}
+        lasting = [one for one in self.certificates() if one.expires_at > time.time() - 86400]
+        named = {one.person for one in lasting if one.name == name}
         if not named:
             raise ConfigError.of_option("NAME", f"nobody here is called {name}; p2p-co2 members lists all")
         last = self.revocation()
-        persons = named | {bytes.fromhex(one.person) for one in lasting}.intersection(last.persons)
+        persons = named | {one.person for one in lasting}.intersection(last.persons)
         if len(persons) > MAX_REVOKED:
             raise ConfigError.of_option("NAME", f"{MAX_REVOKED} are revoked already; wait until some expire")
         number = max(last.number + 1, int(time.time()))  # also where the last one is lost
@@ -120,10 +101,10 @@ class Book:
 def list_members(book: Book, say: Callable[[str], None]) -> None:
     """A line for each ticket."""
     revoked = book.revocation().persons
-    for one in book.members():
+    for one in book.certificates():
         until = time.strftime("%Y-%m-%d", time.localtime(one.expires_at))
         state = "expired" if one.expires_at < time.time() else f"until {until}"
-        state = "revoked" if bytes.fromhex(one.person) in revoked else state
+        state = "revoked" if one.person in revoked else state
         say(f"{one.name}: {state}{', looks on alone' if one.watches else ''}")
 
 
@@ -133,7 +114,7 @@ def revoke(book: Book, name: str, say: Callable[[str], None]) -> None:
     sealed = book.revoke(name)
     known = kept_seeds(book.folder, book.ticket.run, KNOWN)
     seeds = (*book.ticket.seeds, *known)[:MAX_ADDRESSES]
-    admits = Pass.issue(book.key, book.ticket.run, "organiser", time.time() + DAY_S)
+    admits = Pass.issue(book.key, book.ticket.run, "organiser", time.time() + 86400)
     cause = "no peer is up"
     try:
         with tempfile.TemporaryDirectory() as folder:

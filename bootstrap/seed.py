@@ -281,10 +281,8 @@ class SeedServer:
                     renew_at = time.monotonic() + 10 * MESSAGE_TIMEOUT_S
                 records = list(filter(members.admits, await discovery.find_peers()))
                 found = len(records)
-                is_due = time.monotonic() > positions_at
-                if is_due or found != peers:
+                if time.monotonic() > positions_at or found != peers:  # who left said where it was
                     self._keep_known(records)
-                if is_due or found < peers:  # who left said where it was
                     keep_positions(self._folder, await discovery.gather_positions())
                     positions_at = time.monotonic() + MESSAGE_TIMEOUT_S
             except (TransportError, EnvironmentFault) as error:

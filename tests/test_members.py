@@ -26,8 +26,9 @@ from p2p_co2.telemetry.events import LinkLost, PeerJoined, PeerLeft, PeerStarted
 from p2p_co2.ticket import Ticket, kept_seeds
 from p2p_co2.trainer import connect
 from p2p_co2.wire.identity import Identity
-from p2p_co2.wire.members import REVOKED_CONTEXT, Members, Pass
+from p2p_co2.wire.members import BANNED, REVOKED_CONTEXT, Members, Pass
 from p2p_co2.wire.messages_pb2 import Badge, Certificate, PeerRecord, ReportRequest, Revocation
+from p2p_co2.wire.names import words_of
 from tests.swarms import Swarm, swarm
 from tests.transport_peers import RUN
 
@@ -163,7 +164,7 @@ def test_what_cannot_be_is_said_with_what_to_do(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=says):
             book.invite(name, days, False)
     (tmp_path / "members").write_text("anna\n")
-    with pytest.raises(ConfigError, match="by hand"):
+    with pytest.raises(ConfigError, match="take it out"):
         list_members(book, print)
 
 
@@ -278,6 +279,26 @@ def test_a_member_trains_and_a_stranger_with_the_open_part_is_refused(
         assert len(joined) == 1
 
 
+@pytest.mark.swarm
+def test_a_peers_owner_bans_another_by_name_and_lets_it_come_back(tmp_path: Path) -> None:
+    """In a run without members, too; others go on with it."""
+    run = run_of_members().model_copy(update={"members": False})
+    with swarm(tmp_path, run) as ours:
+        for name in ("anna", "bob", "carol"):
+            ours.start_peer(name, "--min-peers", "3")
+        bob = ours.wait_for("bob", PeerStarted)[0].peer
+        ours.wait_for("anna", RoundCommitted)
+        assert main(["ban", "nobody", str(tmp_path / "anna")]) == 2
+        command("ban", words_of(bob), str(tmp_path / "anna"))
+        (left,) = ours.wait_for("anna", PeerLeft)
+        assert (left.other, left.reason) == (bob, BANNED)  # type: ignore[attr-defined]
+        lost = ours.wait_for("bob", LinkLost)
+        assert BANNED in lost[0].reason  # type: ignore[attr-defined]
+        assert not [event for event in ours.events("carol") if isinstance(event, PeerLeft)]
+        command("ban", bob, str(tmp_path / "anna"), "--undo")
+        ours.wait_for("anna", PeerJoined, 3)
+
+
 async def dialled(ticket: Ticket, folder: Path) -> list[str]:
     """What a stranger hears that dials all peers of a run, and asks each for its report."""
     network = await Network.open(ticket, PeerConfig(folder=folder, upnp=False), lambda *_: None)
@@ -332,6 +353,7 @@ def test_who_is_revoked_counts_no_more_after_a_round_though_no_seed_is_up(
         for name in ("anna", "bob"):
             events = ours.events(name)
             left = [event.at for event in events if isinstance(event, PeerLeft) and event.other == carol]
+            assert len(left) == 1
             assert left[0] <= revoked_at + 1.0
             assert max(counted(ours, name, carol)) <= revoked_at + round_s
             others = [event.at for event in events if isinstance(event, RoundCounted)]

@@ -53,6 +53,7 @@ GROUPS: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
         "pause": (here.pause, "Have a peer of this machine rest."),
         "resume": (here.resume, "Have it go on."),
         "leave": (here.leave, "Have it leave cleanly."),
+        "ban": (here.ban, "Have it do nothing with another peer."),
         "prune": (here.prune, "What old runs hold on this disk, and delete it."),
         "credit": (credit, "What a peer gave to its run, with the proof."),
     },

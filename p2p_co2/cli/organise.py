@@ -1,6 +1,5 @@
 """The commands of whoever organises a run: ``init``, ``plan``, ``rehearse``, ``seed``, and of its members:
-``invite``, ``members`` and
-``revoke``."""
+``invite``, ``members`` and ``revoke``."""
 
 from __future__ import annotations
 

@@ -66,6 +66,7 @@ class Doorkeeper:
         members = self.members
         kept = members.sealed
         while True:
+            members.ban(banned_in(self._folder))
             if members.sealed != kept:
                 kept = members.sealed
                 with suppress(OSError):  # a full disk: the others tell it again
@@ -78,3 +79,10 @@ class Doorkeeper:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._changed.wait()
+
+
+def banned_in(folder: Path) -> frozenset[str]:
+    """Whom the owner of the peer with ``folder`` wants nothing to do with (``p2p-co2 ban``)."""
+    with suppress(OSError, UnicodeDecodeError):  # else nobody
+        return frozenset((folder / "banned").read_text(encoding="ascii").split())
+    return frozenset()

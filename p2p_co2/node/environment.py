@@ -150,8 +150,8 @@ class GroupSwitch:
             self._doors.pop(group, None)
 
     async def _on_message(self, sender: PeerId, data: bytes) -> None:
-        if self._members.is_out(sender):
-            raise RemoteProtocolError(Offence.NO_MEMBER, "its ticket was revoked, or has expired")
+        if trouble := self._members.trouble_with(sender):
+            raise RemoteProtocolError(Offence.NO_MEMBER, trouble)
         doors = self._doors
         door = doors.get(group_of(data)) if len(doors) > 1 else None
         await (door or next(iter(doors.values())))[0](sender, data)

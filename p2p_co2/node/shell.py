@@ -331,8 +331,9 @@ def _part(shell: Shell) -> None:
     """Others may take part than before: tell all, and go on without those who may not."""
     membership = shell.membership
     _pass_on(shell, list(membership.live))
-    for peer in filter(shell.environment.members.is_out, list(membership.live)):
-        membership.unreachable(peer, "it may take no part any more", shell.now())
+    for peer in list(membership.live):
+        if trouble := shell.environment.members.trouble_with(peer):
+            membership.unreachable(peer, trouble, shell.now())
     shell.pump()
 
 

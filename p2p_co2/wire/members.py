@@ -28,6 +28,7 @@ from p2p_co2.wire.names import is_name
 MEMBER_CONTEXT = b"p2p-co2 member"
 MACHINE_CONTEXT = b"p2p-co2 member's machine"
 REVOKED_CONTEXT = b"p2p-co2 revoked"
+BANNED = "banned by the owner's hand"
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,16 @@ class Members:
         self._revoked = frozenset[bytes]()
         self._number = 0
         """Of that revocation."""
+        self._banned = frozenset[str]()
+        """By this peer's owner."""
         self._met: OrderedDict[PeerId, tuple[bytes, Certificate]] = OrderedDict()
         """Those that showed a right badge: its digest, and what it says."""
 
     def check(self, peer: PeerId, shown: Badge, looks: bool = False, at: float | None = None) -> None:
         """Raise ``RemoteProtocolError`` unless ``peer`` may take part by what it shows, or look. ``at``: when
         it did, if that is not now."""
+        if peer in self._banned:
+            raise RemoteProtocolError(Offence.NO_MEMBER, BANNED)
         if not self.is_closed:
             return
         digest = hashlib.sha256(shown.SerializeToString()).digest()
@@ -143,19 +148,33 @@ class Members:
             self._number = revocation.number
             self._revoked = frozenset(revocation.persons)
             self.sealed = sealed
-            for tell in self.changed:
-                tell()
+            self._tell()
+
+    def ban(self, peers: frozenset[str]) -> None:
+        """Have nothing to do with ``peers``, and no others."""
+        if peers != self._banned:
+            self._banned = peers
+            self._tell()
+
+    def _tell(self) -> None:
+        for tell in self.changed:
+            tell()
+
+    def trouble_with(self, peer: PeerId) -> str:
+        """Why nothing is taken from ``peer``, and nothing sent to it; "" if it may take part."""
+        met = self._met.get(peer)
+        if peer in self._banned:
+            return BANNED
+        if not self.is_closed:
+            return ""
+        if met is None:
+            return "it has not shown a ticket of its own"
+        self._met.move_to_end(peer)  # who is at work is not forgotten for those that pass by
+        return self._trouble(met[1])
 
     def is_out(self, peer: PeerId) -> bool:
-        """Whether nothing is taken from ``peer``, and nothing sent to it: nobody has seen a badge of it, or
-        that holds no more."""
-        if not self.is_closed:
-            return False
-        met = self._met.get(peer)
-        if met is None or self._trouble(met[1]):
-            return True
-        self._met.move_to_end(peer)  # who is at work is not forgotten for those that pass by
-        return False
+        """Whether there is ``trouble_with`` it."""
+        return bool(self.trouble_with(peer))
 
     def _trouble(self, certificate: Certificate, at: float | None = None) -> str:
         """Why it holds no more; "" if it does."""
