@@ -98,16 +98,6 @@ class Book:
         return sealed
 
 
-def list_members(book: Book, say: Callable[[str], None]) -> None:
-    """A line for each ticket."""
-    revoked = book.revocation().persons
-    for one in book.certificates():
-        until = time.strftime("%Y-%m-%d", time.localtime(one.expires_at))
-        state = "expired" if one.expires_at < time.time() else f"until {until}"
-        state = "revoked" if one.person in revoked else state
-        say(f"{one.name}: {state}{', looks on alone' if one.watches else ''}")
-
-
 def revoke(book: Book, name: str, say: Callable[[str], None]) -> None:
     """Revoke all tickets of ``name``, and tell the peers that are up; they tell each other. Raises
     ``ConfigError``, and ``TransportError`` if nobody could be told."""

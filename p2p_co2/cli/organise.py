@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
+import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -94,9 +95,15 @@ def invite(
 
 def members(folder: _SeedFolder = None) -> None:
     """List whom the organiser has invited, and until when."""
-    from bootstrap.members import Book, list_members
+    from bootstrap.members import Book
 
-    list_members(Book(folder), print)
+    book = Book(folder)
+    revoked = book.revocation().persons
+    for one in book.certificates():
+        until = time.strftime("%Y-%m-%d", time.localtime(one.expires_at))
+        state = "expired" if one.expires_at < time.time() else f"until {until}"
+        state = "revoked" if one.person in revoked else state
+        print(f"{one.name}: {state}{', looks on alone' if one.watches else ''}")
 
 
 def revoke(name: _Name, folder: _SeedFolder = None) -> None:

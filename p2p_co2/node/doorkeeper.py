@@ -42,10 +42,8 @@ class Doorkeeper:
     def enter(self) -> None:
         """Be one of the members, if the run has some. Raises ``TicketError``."""
         members = self.members
-        with (
-            suppress(OSError, RemoteProtocolError),
-            (self._folder / "revoked").open("rb") as file,
-        ):  # else there is none
+        revoked = self._folder / "revoked"
+        with suppress(OSError, RemoteProtocolError), revoked.open("rb") as file:  # else there is none
             members.take(file.read(MAX_REVOCATION_BYTES))
         if members.is_closed and self._ticket.admits is not None:
             members.badge = self._ticket.admits.badge(self._ticket.run, self._me)
@@ -71,10 +69,11 @@ class Doorkeeper:
                 kept = members.sealed
                 with suppress(OSError):  # a full disk: the others tell it again
                     keep_private(self._folder / "revoked", kept)
-            links = [link for carrier in carriers for link in carrier.links if members.is_out(link.peer)]
-            await asyncio.gather(*(link.drop("it may take no part any more") for link in links))
-            if members.is_out(self._me):
-                self.news = "this peer's ticket was revoked or has expired: others hear it no more"
+            for link in [link for carrier in carriers for link in carrier.links]:
+                if trouble := members.trouble_with(link.peer):
+                    await link.drop(trouble)
+            if trouble := members.trouble_with(self._me):
+                self.news = f"others hear this peer no more: {trouble}"
             self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):

@@ -518,7 +518,7 @@ class Network:
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
         """See ``RecordBook.record_of``; None of one that may take no part."""
         record = await self.records.record_of(peer, fresh)
-        return None if self.door.members.is_out(peer) else record
+        return None if self.door.members.trouble_with(peer) else record
 
     async def _find(self) -> list[PeerRecord]:
         found = await self.discovery.find_peers(own=True)

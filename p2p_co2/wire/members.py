@@ -172,10 +172,6 @@ class Members:
         self._met.move_to_end(peer)  # who is at work is not forgotten for those that pass by
         return self._trouble(met[1])
 
-    def is_out(self, peer: PeerId) -> bool:
-        """Whether there is ``trouble_with`` it."""
-        return bool(self.trouble_with(peer))
-
     def _trouble(self, certificate: Certificate, at: float | None = None) -> str:
         """Why it holds no more; "" if it does."""
         if certificate.person in self._revoked:
