@@ -94,6 +94,7 @@ def _play(stage: Stage, lines: Sequence[Line]) -> None:
 def run_config(options: RehearsalOptions) -> RunConfig:
     """The run to rehearse: the file's, ended after ``seconds``. Raises ``ConfigError``."""
     run = read_run_config(options.run_file) if options.run_file else RunConfig()
+    run = run.model_copy(update={"members": False})  # all are our own
     if options.recipe:
         run = run.model_copy(update={"recipe": options.recipe, "recipe_digest": ""})
     clock = run.clock

@@ -21,6 +21,7 @@ name = "my-run"
 recipe = "byte-gpt"            # built in, or your own: "path/to/file.py:function" (examples/own_recipe.py)
 seed = 0                       # every peer starts from the same parameters
 salt = ""                      # of chance: nobody can guess the run's ticket; "": the first seed makes one
+members = false                # true: only whom you invite takes part (p2p-co2 invite NAME)
 fragments = 4                  # the model is exchanged in this many pieces, one after the other
 group_size = 64                # most peers that the run may have, 64 at most
 weight_cap = 2.0               # a peer counts at most so many times the median; 0: no defence against liars

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bootstrap.members import KNOWN
 from bootstrap.options import SeedOptions
 from bootstrap.run_file import recipe_of
 from p2p_co2.config import OWN_LOOP, RunConfig, read_run_config
@@ -27,11 +29,13 @@ from p2p_co2.system.process import FolderLock, StopSignals, end_with_parent, ful
 from p2p_co2.ticket import Ticket, is_loopback, is_private, kept_seeds, line_to_join, read_ticket
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES
+from p2p_co2.wire.members import Members
 from p2p_co2.wire.names import words_of
 
 if TYPE_CHECKING:
     from p2p_co2.net.discovery import Discovery
     from p2p_co2.net.transport.libp2p.hivemind import P2P
+    from p2p_co2.wire.messages_pb2 import PeerRecord
 
 
 Say = Callable[[str], None]
@@ -51,6 +55,8 @@ class Invitation:
     others: str
     reach: str
     """Who can use it: "everywhere", "local network" or "this machine"."""
+    members: bool = False
+    """Whether the ticket admits nobody, and ``join`` is the organiser's line that makes one that does."""
 
 
 def say_invitation(invitation: Invitation, say: Say) -> None:
@@ -58,7 +64,10 @@ def say_invitation(invitation: Invitation, say: Say) -> None:
     say(f"ticket: {invitation.ticket}")
     if doubt := doubt_of(invitation):
         say(doubt)
-    say(f"volunteers join with this line{invitation.others}:")
+    if invitation.members:
+        say("it admits nobody; this line makes a ticket for one person, who joins with that:")
+    else:
+        say(f"volunteers join with this line{invitation.others}:")
     say(invitation.join)
 
 
@@ -202,7 +211,7 @@ class SeedServer:
                 self.say("the port is a free one: for a ticket that outlives a restart, give --port")
             await self._print_ticket(p2p, run)
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._keep_up(discovery), name="keep up")
+                group.create_task(self._keep_up(discovery, run.members), name="keep up")
                 group.create_task(self._keep_daemon(p2p, discovery, run), name="keep the daemon")
 
     def _known_seeds(self) -> tuple[str, ...]:
@@ -250,14 +259,17 @@ class SeedServer:
         if not set(named).intersection(self._named):
             self._named = tuple(dict.fromkeys((*named, *self._others)))[:MAX_ADDRESSES]
             ticket = Ticket(self._digest, self._key, self._named)
+            if run.members and self._key == self._identity.peer_id:
+                (self._folder / "members").touch(0o600)  # see ``members``
             _keep(self._folder, "ticket", f"{ticket}\n")
             self._invite(invitation_of(run, ticket, self._folder))
 
-    async def _keep_up(self, discovery: Discovery) -> None:
+    async def _keep_up(self, discovery: Discovery, has_members: bool) -> None:
         """Publish the settings again and again, far sooner than the DHT forgets them. Keep where the run is,
         as often as peers say it. Tell how many peers there are when that changes."""
         from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S
 
+        members = Members(self._digest, self._key, has_members)
         positions_at = time.monotonic()
         renew_at = positions_at + 10 * MESSAGE_TIMEOUT_S
         peers = 0
@@ -267,8 +279,10 @@ class SeedServer:
                 if time.monotonic() > renew_at:
                     await discovery.keep_manifest()
                     renew_at = time.monotonic() + 10 * MESSAGE_TIMEOUT_S
-                found = len(await discovery.find_peers())
-                if time.monotonic() > positions_at or found < peers:  # who left said where it was
+                records = list(filter(members.admits, await discovery.find_peers()))
+                found = len(records)
+                if time.monotonic() > positions_at or found != peers:  # who left said where it was
+                    self._keep_known(records)
                     keep_positions(self._folder, await discovery.gather_positions())
                     positions_at = time.monotonic() + MESSAGE_TIMEOUT_S
             except (TransportError, EnvironmentFault) as error:
@@ -277,6 +291,14 @@ class SeedServer:
             if found != peers:
                 peers = found
                 self._say_now(f"peers: {peers}")
+
+    def _keep_known(self, records: Sequence[PeerRecord]) -> None:
+        """The way to the swarm for when this seed is down: some of its peers."""
+        from p2p_co2.net.transport.addresses import seed_addresses_of
+
+        ways = [seed_addresses_of(one.peer, one.maddrs)[:1] for one in records]
+        if known := tuple(way for one in ways for way in one)[:MAX_ADDRESSES]:
+            _keep(self._folder, KNOWN, f"{Ticket(self._digest, self._key, known)}\n")
 
     async def _keep_daemon(self, p2p: P2P, discovery: Discovery, run: RunConfig) -> None:
         """Start the libp2p daemon again when it dies. Raises ``EnvironmentFault`` if it cannot."""
@@ -301,10 +323,12 @@ def invitation_of(run: RunConfig, ticket: Ticket, folder: Path) -> Invitation:
     if run.recipe == OWN_LOOP:
         others = ", or as your own program takes a ticket"
     reach = "local network" if all(map(is_private, ticket.seeds)) else "everywhere"
+    invite = f"p2p-co2 invite NAME --folder {shlex.quote(str(folder))}"
+    line = invite if run.members else line_to_join(str(ticket), run)
     return Invitation(
         run=run.name, recipe=run.recipe, digest=ticket.run.hex(), folder=str(folder), ticket=str(ticket),
-        join=line_to_join(str(ticket), run), others=others,
-        reach="this machine" if ticket.is_local else reach,
+        join=line, others=others,
+        reach="this machine" if ticket.is_local else reach, members=run.members,
     )  # fmt: skip
 
 

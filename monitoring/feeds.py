@@ -56,10 +56,11 @@ class PastFeed(Feed):
 
 
 def read_ticket(*folders: Path) -> str:
-    """The first ticket that lies in one of ``folders`` (a peer's, a seed's), "" if none does."""
+    """The open part of the first ticket that lies in one of ``folders`` (a peer's, a seed's), "" if none
+    does."""
     for path in (folder / "ticket" for folder in folders):
         with contextlib.suppress(OSError, ValueError, TicketError), path.open(encoding="ascii") as file:
-            return str(Ticket.parse(file.read(MAX_TICKET_CHARACTERS)))
+            return str(Ticket.parse(file.read(MAX_TICKET_CHARACTERS)).open_part)
     return ""
 
 

@@ -200,7 +200,8 @@ class RunConfig(_Frozen):
     hex) is filled in when the run is published, and checked by every peer. ``fragments`` is the number of
     pieces the model is synchronised in. ``group_size`` is how many peers the run has at most. ``seed`` makes
     every peer start from the same parameters. ``salt`` keeps others from guessing the digest, and a ticket
-    with it; where it is empty the first seed makes one.
+    with it; where it is empty the first seed makes one. ``members``: only those take part whom the organiser
+    has invited by name (``p2p-co2 invite``).
 
     ``weight_cap`` is the defence against a peer that lies about its work. Tokens count at most as so many
     times the median member's; among four or more, for a third of all at most. What is far larger than the
@@ -212,6 +213,7 @@ class RunConfig(_Frozen):
     recipe_digest: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     seed: int = Field(default=0, ge=0, lt=2**31)
     salt: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9_-]*$")
+    members: bool = False
     fragments: int = Field(default=4, ge=1, le=256)
     group_size: int = Field(default=64, ge=1, le=64)
     weight_cap: float = Field(default=2.0, ge=0)
@@ -281,6 +283,8 @@ class RunConfig(_Frozen):
             del settings["pipeline"]
         if not self.salt:
             del settings["salt"]
+        if not self.members:
+            del settings["members"]
         if self.aggregation.rule == implied_rule(self.weight_cap):
             del settings["aggregation"]
         return json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()

@@ -104,6 +104,7 @@ class Offence(StrEnum):
     WRONG_ATTEMPT_LENGTH = "wrong attempt length", Blame.GRAVE
     WRONG_ATTEMPT = "wrong attempt", Blame.GRAVE
     BAD_PEER_ID = "bad peer id", Blame.GRAVE
+    NO_MEMBER = "no member", Blame.USUAL
     IMPOSSIBLE_WEIGHT = "impossible weight", Blame.GRAVE
     IMPOSSIBLE_RATE = "impossible rate", Blame.GRAVE
     IMPOSSIBLE_DURATION = "impossible duration", Blame.GRAVE

@@ -3,8 +3,11 @@
 It carries what a newcomer cannot look up: the digest of the run's settings, the key that signs them, and
 addresses of seeds. Everything else comes from the swarm and is checked against these. Not a secret.
 
-Form: ``p2pco2-`` and the base58 of (version, run, run key, seeds, 4 bytes of sha256). Base58 has no letters
-that look alike; only the one spelling that ``str`` gives is taken. About 130 characters for one seed."""
+In a run with members a ticket is one person's: it holds a ``Pass`` besides, and **is a secret**.
+
+Form: ``p2pco2-`` and the base58 of (version, run, run key, seeds, 4 bytes of sha256). Version 2 has the pass
+behind the seeds: certificate, the run key's signature, private key. Base58 has no letters that look alike;
+only the one spelling that ``str`` gives is taken. About 130 characters for one seed, 400 with a pass."""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -27,10 +30,14 @@ from p2p_co2.errors import RemoteProtocolError, TicketError
 from p2p_co2.system.process import VARIABLES
 from p2p_co2.wire.identity import PeerId, peer_id_of, public_key_of
 from p2p_co2.wire.limits import MAX_ADDRESSES
+from p2p_co2.wire.members import Pass, read_certificate
+from p2p_co2.wire.messages_pb2 import Certificate
 
 PREFIX = "p2pco2-"
 TICKET_VARIABLE = VARIABLES + "TICKET"
 VERSION = 1
+VERSION_OF_ONE = 2
+"""Of a ticket that is one person's."""
 MAX_TICKET_CHARACTERS = 4096
 MAX_SEED_CHARACTERS = 255
 _CHECKSUM_BYTES = 4
@@ -41,11 +48,13 @@ _SEED = re.compile(r"(/[a-z0-9-]+/[A-Za-z0-9.:%_-]+(?:/[A-Za-z0-9.:%_-]+)*)/p2p/
 @dataclass(frozen=True)
 class Ticket:
     """``run``: digest of the ``RunConfig`` (32 bytes). ``run_key``: the peer that signs the manifest.
-    ``seeds``: multiaddrs that end in ``/p2p/ID``. Raises ``TicketError`` for values that make no ticket."""
+    ``seeds``: multiaddrs that end in ``/p2p/ID``. ``admits``: in a run with members, whom it is for. Raises
+    ``TicketError`` for values that make no ticket."""
 
     run: bytes
     run_key: PeerId
     seeds: tuple[str, ...]
+    admits: Pass | None = None
 
     def __post_init__(self) -> None:
         if len(self.run) != 32:
@@ -55,12 +64,31 @@ class Ticket:
         _key_of(self.run_key)
         for seed in self.seeds:
             _split(seed)
+        self.certificate()
+
+    def certificate(self) -> Certificate | None:
+        """Whom it admits, until when, to what; None for a ticket that is nobody's own."""
+        if self.admits is None:
+            return None
+        try:
+            return read_certificate(self.run, self.run_key, self.admits.certificate, self.admits.by_run)
+        except RemoteProtocolError:
+            problem = "the ticket's certificate is not signed by the run's key"
+            raise TicketError(f"{problem}; ask the organiser for a new one") from None
+
+    @property
+    def open_part(self) -> Ticket:
+        """What of it is no secret."""
+        return replace(self, admits=None)
 
     def __str__(self) -> str:
-        parts = [bytes((VERSION,)), self.run, _key_of(self.run_key), bytes((len(self.seeds),))]
+        version = VERSION if self.admits is None else VERSION_OF_ONE
+        parts = [bytes((version,)), self.run, _key_of(self.run_key), bytes((len(self.seeds),))]
         for seed in self.seeds:
             address, peer = _split(seed)
             parts += [bytes((len(address),)), address.encode(), _key_of(peer)]
+        if (admits := self.admits) is not None:
+            parts += [bytes((len(admits.certificate),)), admits.certificate, admits.by_run, admits.key]
         content = b"".join(parts)
         return PREFIX + base58.b58encode(content + _checksum(content)).decode()
 
@@ -86,18 +114,19 @@ class Ticket:
         checksum = data[-_CHECKSUM_BYTES:]
         if _checksum(content) != checksum:
             raise TicketError("the ticket is damaged or cut short; copy it again, as a whole")
-        if content[:1] != bytes((VERSION,)):
+        version = content[0] if content else 0
+        if version not in (VERSION, VERSION_OF_ONE):
             raise TicketError(
-                f"the ticket is of version {content[0] if content else 0}, this program reads {VERSION}; "
-                "install the version that the organiser uses"
+                f"the ticket is of version {version}, this program reads up to {VERSION_OF_ONE}; install the "
+                "version that the organiser uses"
             )
-        ticket = cls._read(content[1:])
+        ticket = cls._read(content[1:], version == VERSION_OF_ONE)
         if str(ticket) != word:
             raise TicketError("the ticket is not spelt the way tickets are; ask the organiser for a new one")
         return ticket
 
     @classmethod
-    def _read(cls, content: bytes) -> Ticket:
+    def _read(cls, content: bytes, is_of_one: bool) -> Ticket:
         """The fields behind the version byte; the checksum was right, so a fault here is the writer's."""
         rest = io.BytesIO(content)
 
@@ -113,7 +142,8 @@ class Ticket:
         for _ in range(take(1)[0]):
             address = take(take(1)[0]).decode("latin-1")
             seeds.append(f"{address}/p2p/{peer_id_of(take(_KEY_BYTES))}")
-        return cls(run, peer_id_of(run_key), tuple(seeds))
+        admits = Pass(take(take(1)[0]), take(64), take(32)) if is_of_one else None
+        return cls(run, peer_id_of(run_key), tuple(seeds), admits)
 
 
 def read_ticket(text: str = "") -> str:
@@ -158,10 +188,10 @@ def _first_ticket(lines: Iterable[str], where: str) -> str:
     raise TicketError(f'no ticket in {where}: a ticket begins with "{PREFIX}"')
 
 
-def kept_seeds(folder: Path, run: bytes) -> tuple[str, ...]:
+def kept_seeds(folder: Path, run: bytes, file: str = "ticket") -> tuple[str, ...]:
     """Those of the ticket of ``run`` that a peer or seed keeps in its ``folder``; empty if there is none."""
     try:
-        ticket = Ticket.parse((folder / "ticket").read_text(encoding="ascii"))
+        ticket = Ticket.parse((folder / file).read_text(encoding="ascii"))
     except (OSError, UnicodeDecodeError, TicketError):
         return ()  # a first start, or a file that is no help
     return ticket.seeds if ticket.run == run else ()

@@ -27,7 +27,7 @@ from p2p_co2.system.process import StopSignals, claim, end_with_parent
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.telemetry.watch import Watch
-from p2p_co2.ticket import line_to_join
+from p2p_co2.ticket import Ticket, line_to_join
 from peers.doctor.findings import Grade
 from peers.doctor.machine import look_at_machine
 
@@ -101,7 +101,7 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: PeerWatch) ->
                 if event.resumed_from:
                     watch.say(f"resumed from {event.resumed_from}: {at}")
             if isinstance(event, Warned) and event.text == ALONE:
-                watch.say(f"to invite somebody: p2p-co2 join {options.ticket}")
+                watch.say(f"to invite somebody: p2p-co2 join {Ticket.parse(options.ticket).open_part}")
 
         _join_and_train(options, running, on_event, watch, is_new)
         if journal.failed:

@@ -232,7 +232,8 @@ def test_a_variable_of_a_service_means_nothing_to_another_command(
     assert cli.main(["plan", str(tmp_path / "absent.toml")]) == 2
     assert "absent.toml" in capsys.readouterr().err
     seed = peer_id_of(bytes(32))
-    nobody = str(Ticket(bytes(32), seed, (f"/ip4/127.0.0.1/tcp/9/p2p/{seed}",)))
+    nobody = str(Ticket(bytes(32), seed, tuple(f"/ip4/127.0.0.1/tcp/{n}/p2p/{seed}" for n in range(1, 9))))
+    assert len(nobody) > 255, "and a ticket may be longer than a file's name"
     for variable, name in (("P2P_CO2_FOLDER", "peer"), ("P2P_CO2_OBSERVER_FOLDER", "observer")):
         (tmp_path / name).write_text("no folder")
         monkeypatch.setenv(variable, str(tmp_path / name))

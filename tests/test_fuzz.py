@@ -34,6 +34,14 @@ from p2p_co2.wire.envelope import head_of
 from p2p_co2.wire.identity import parsed, unseal
 from p2p_co2.wire.kinds import KINDS
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
+from p2p_co2.wire.members import (
+    MEMBER_CONTEXT,
+    REVOKED_CONTEXT,
+    Members,
+    Pass,
+    read_certificate,
+    read_revocation,
+)
 from tests.fuzz.play import LIAR, Game, rounds_world, stages_world, world_for
 from tests.fuzz.world import RUN, World, check_bounds, make_identity, run_virtual
 from tests.fuzz.wrong import Wrong, each
@@ -49,7 +57,7 @@ def examples_of(count: int) -> settings:
 
 chances = st.builds(random.Random, st.integers(0, 2**32))
 STRANGER = LIAR.peer_id
-HARMLESS = {"leave", "refusal", "model_table", "declined", "dropped"}
+HARMLESS = {"leave", "refusal", "model_table", "declined", "dropped", "revoked"}
 """Kinds that hold nothing wrong, or are only not about what the receiver knows."""
 
 
@@ -127,6 +135,24 @@ CONFIG = RunConfig(name="fuzz").canonical_bytes()
 DIGEST = RunConfig(name="fuzz").digest()
 NOW = 1.7e9
 EXPECTED = (RemoteProtocolError, TransportError)
+ANNA = Pass.issue(US, DIGEST, "anna", NOW + 60)
+BADGE = ANNA.badge(DIGEST, THEM.peer_id)
+
+
+def members() -> Members:
+    return Members(DIGEST, US.peer_id, True, lambda: NOW)
+
+
+def hello(data: bytes) -> None:
+    admission = Admission(US, DIGEST, lambda: NOW)
+    admission.members = members()
+    admission.admit(THEM.seal(HELLO_CONTEXT, data), bytes(32))
+
+
+def certificate(data: bytes) -> None:
+    """Also one that is signed as it should be."""
+    for by_run in (US.sign(MEMBER_CONTEXT, DIGEST + data), ANNA.by_run):
+        read_certificate(DIGEST, US.peer_id, data, by_run)
 
 
 def records() -> Records:
@@ -159,7 +185,7 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
         wire.PeerRecord(
             peer=THEM.peer_id, run=DIGEST, maddrs=["/ip4/127.0.0.1/tcp/1"], grpc_addresses=["127.0.0.1:1"],
             certificate_digest=bytes(32), software="p2p-co2", expires_at=NOW + 60, stage=1, tokens_per_s=9.5,
-            visits=True,
+            visits=True, badge=BADGE,
         ),
         lambda data: records().peer_record(THEM.peer_id, THEM.seal(PEER_CONTEXT, data)),
     ),
@@ -168,7 +194,9 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
         lambda data: records().manifest(THEM.peer_id, THEM.seal(MANIFEST_CONTEXT, data)),
     ),
     wire.RunPosition: (
-        wire.RunPosition(peer=THEM.peer_id, run=DIGEST, position=2.5, versions=[2], written_at=NOW),
+        wire.RunPosition(
+            peer=THEM.peer_id, run=DIGEST, position=2.5, versions=[2], written_at=NOW, badge=BADGE
+        ),
         lambda data: records().position(THEM.peer_id, THEM.seal(POSITION_CONTEXT, data)),
     ),
     wire.Signed: (
@@ -178,12 +206,22 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
     wire.LinkHello: (
         wire.LinkHello(
             from_peer=THEM.peer_id, to_peer=US.peer_id, run=DIGEST, certificate_digest=bytes(32), sent_at=NOW,
-            nonce=bytes(16),
+            nonce=bytes(16), badge=BADGE,
         ),
-        lambda data: Admission(US, DIGEST, lambda: NOW).admit(THEM.seal(HELLO_CONTEXT, data), bytes(32)),
+        hello,
+    ),
+    wire.Badge: (BADGE, lambda data: members().check(THEM.peer_id, parsed(wire.Badge, data))),
+    wire.Certificate: (wire.Certificate.FromString(ANNA.certificate), certificate),
+    wire.Revoked: (
+        wire.Revoked(sealed=US.seal(REVOKED_CONTEXT, wire.Revocation(run=DIGEST).SerializeToString())),
+        lambda data: members().take(parsed(wire.Revoked, data).sealed),
+    ),
+    wire.Revocation: (
+        wire.Revocation(run=DIGEST, number=1, persons=[bytes(32)]),
+        lambda data: read_revocation(DIGEST, US.peer_id, US.seal(REVOKED_CONTEXT, data)),
     ),
     wire.ReportRequest: (
-        wire.ReportRequest(run=DIGEST, process=1, after=3),
+        wire.ReportRequest(run=DIGEST, process=1, after=3, badge=BADGE),
         lambda data: Responder(US, DIGEST, 1).answer(data, THEM.peer_id, 10.0, NOW),
     ),
     wire.Report: (

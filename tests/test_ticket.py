@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from dataclasses import replace
 
 import base58
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from p2p_co2.errors import TicketError
 from p2p_co2.ticket import MAX_TICKET_CHARACTERS, PREFIX, Ticket
-from p2p_co2.wire.identity import peer_id_of
+from p2p_co2.wire.identity import Identity, peer_id_of
+from p2p_co2.wire.members import Pass
+from p2p_co2.wire.names import is_name
 
 KEYS = st.binary(min_size=32, max_size=32)
 ADDRESSES = st.one_of(
@@ -62,9 +65,9 @@ def test_any_changed_character_is_refused(ticket: Ticket, data: st.DataObject) -
         Ticket.parse(changed)
 
 
-@given(st.binary(max_size=200))
-def test_any_content_with_a_right_checksum_is_read_or_refused(content: bytes) -> None:
-    word = _forge(bytes((1,)) + content)
+@given(st.integers(1, 2), st.binary(max_size=400))
+def test_any_content_with_a_right_checksum_is_read_or_refused(version: int, content: bytes) -> None:
+    word = _forge(bytes((version,)) + content)
     with contextlib.suppress(TicketError):
         assert str(Ticket.parse(word)) == word
 
@@ -77,7 +80,7 @@ def test_any_content_with_a_right_checksum_is_read_or_refused(content: bytes) ->
         (str(ONE).upper(), "begins with"),
         (str(ONE) + str(ONE), "character"),
         (PREFIX + "1" * 5000, "at most"),
-        (_forge(b"\x02" + bytes(64)), "version 2"),
+        (_forge(b"\x03" + bytes(64)), "version 3"),
         (_forge(b""), "version 0"),
         (_forge(b"\x01" + bytes(64) + b"\x00"), "seeds"),
         (_forge(b"\x01" + bytes(64) + b"\x01\x05/ip4"), "too early"),
@@ -87,6 +90,24 @@ def test_any_content_with_a_right_checksum_is_read_or_refused(content: bytes) ->
 def test_what_is_wrong_is_said(text: str, says: str) -> None:
     with pytest.raises(TicketError, match=says):
         Ticket.parse(text)
+
+
+@given(st.text("ab é", min_size=1, max_size=32).filter(is_name), st.booleans(), st.integers(0, 400))
+def test_a_ticket_of_one_person_comes_back_whole_and_no_byte_of_it_can_be_another(
+    name: str, watches: bool, place: int
+) -> None:
+    key = Identity.generate()
+    open_part = Ticket(ONE.run, key.peer_id, ONE.seeds)
+    ticket = replace(open_part, admits=Pass.issue(key, ONE.run, name, 2e9, watches))
+    assert Ticket.parse(str(ticket)) == ticket
+    assert str(ticket.open_part) == str(open_part)
+    said = ticket.certificate()
+    assert said is not None
+    assert (said.name, said.expires_at, said.watches) == (name, 2_000_000_000, watches)
+    content = bytearray(base58.b58decode(str(ticket).removeprefix(PREFIX))[:-4])
+    content[place % (len(content) - 32)] ^= 1  # but for the private key, which no seal can be of
+    with contextlib.suppress(TicketError):
+        assert Ticket.parse(_forge(bytes(content))).seeds != ONE.seeds  # those are for anybody to name
 
 
 def test_values_that_make_no_ticket() -> None:

@@ -119,6 +119,8 @@ def invitation(ticket: str, run: RunConfig | None) -> tuple[str, str]:
         about.append("This run has its own recipe: send its file along.")
     if run is not None and run.recipe == OWN_LOOP:
         about.append("This run is trained by a program of its own: send that along.")
+    if run is not None and run.members:
+        about.append("It takes members alone: the organiser invites with p2p-co2 invite NAME.")
     if Ticket.parse(ticket).is_local:
         about.append(_LOCAL)
     return line_to_join(ticket, run or RunConfig()), " ".join(

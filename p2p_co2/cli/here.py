@@ -1,4 +1,5 @@
-"""The peers of this machine, by their names or folders: ``pause``, ``resume``, ``leave``, and ``prune``."""
+"""The peers of this machine, by their names or folders: ``pause``, ``resume``, ``leave``, ``ban``, and
+``prune``."""
 
 from __future__ import annotations
 
@@ -14,10 +15,14 @@ import typer
 
 from bootstrap.options import says
 from p2p_co2.cli.command import LOUDNESS, Loudness
-from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.system.folders import data_home, peer_folders
+from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
+from p2p_co2.system.folders import data_home, keep_private, peer_folders
 from p2p_co2.system.governor import Wish, wish_in
 from p2p_co2.system.process import FolderLock, holder_of, is_kept
+from p2p_co2.telemetry.events import PeerJoined
+from p2p_co2.telemetry.journal import read_events
+from p2p_co2.wire.identity import public_key_of
+from p2p_co2.wire.names import words_of
 
 PeerWord = Annotated[
     str,
@@ -73,6 +78,40 @@ def leave(peer: PeerWord = "", everyone: Everyone = False) -> None:
         process = _process_of(folder)
         os.kill(process, signal.SIGTERM)
         _say(f"{_told(folder)} leaves (process {process})")
+
+
+def ban(
+    other: Annotated[
+        str, typer.Argument(metavar="PEER", show_default=False, help="The other peer's name, or its id.")
+    ],
+    peer: PeerWord = "",
+    undo: Annotated[bool, says("Let it come back.", "--undo")] = False,
+) -> None:
+    """Have a peer of this machine do nothing with PEER any more: it neither dials it nor lets it in. Others
+    go on with it. It holds within seconds, and when your peer is started again."""
+    from p2p_co2.node.doorkeeper import banned_in
+
+    for folder in _peers_here(peer, False):
+        banned = banned_in(folder)
+        found = _peer_met(other, folder)
+        banned = banned - {found} if undo else banned | {found}
+        keep_private(folder / "banned", "\n".join(banned).encode("ascii"))
+        _say(f"{_told(folder)} {'may meet' if undo else 'does nothing with'} {other} ({found})")
+
+
+def _peer_met(word: str, folder: Path) -> str:
+    """The id of the peer called ``word`` that the peer of ``folder`` has met. Raises ``ConfigError``."""
+    with suppress(RemoteProtocolError):
+        public_key_of(word)
+        return word
+    journal = folder / "events.jsonl"
+    events = read_events(journal) if journal.exists() else ()
+    joined = [one for one in events if isinstance(one, PeerJoined)]
+    met = {one.other for one in joined if word in {one.name, words_of(one.other)}}
+    if len(met) != 1:
+        called = f"{len(met)} peers that it met are called {word}; name its id, as its board shows it"
+        raise ConfigError.of_option("PEER", called)
+    return met.pop()
 
 
 def prune(

@@ -43,6 +43,9 @@ GROUPS: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
         "plan": (organise.plan, "What a run costs on given links, and whether they bear it."),
         "rehearse": (organise.rehearse, "The run over slowed lines, on this machine."),
         "seed": (organise.seed, "Publish a run and print its ticket."),
+        "invite": (organise.invite, "A ticket for one person, in a run with members."),
+        "members": (organise.members, "Whom you invited, and until when."),
+        "revoke": (organise.revoke, "A person's tickets hold no more."),
     },
     "Volunteer": {
         "doctor": (volunteer.doctor, "Whether this machine can take part, and how."),
@@ -50,6 +53,7 @@ GROUPS: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
         "pause": (here.pause, "Have a peer of this machine rest."),
         "resume": (here.resume, "Have it go on."),
         "leave": (here.leave, "Have it leave cleanly."),
+        "ban": (here.ban, "Have it do nothing with another peer."),
         "prune": (here.prune, "What old runs hold on this disk, and delete it."),
         "credit": (credit, "What a peer gave to its run, with the proof."),
     },

@@ -1,16 +1,27 @@
-"""The commands of whoever organises a run: ``init``, ``plan``, ``rehearse`` and ``seed``."""
+"""The commands of whoever organises a run: ``init``, ``plan``, ``rehearse``, ``seed``, and of its members:
+``invite``, ``members`` and ``revoke``."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import sys
+import time
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
+from typing import Annotated
 
-from bootstrap.options import InitOptions, PlanOptions, RehearsalOptions, SeedOptions
+import typer
+
+from bootstrap.options import InitOptions, PlanOptions, RehearsalOptions, SeedOptions, says
 from p2p_co2.cli.command import LOUDNESS, Loudness
 from p2p_co2.errors import ConfigError
+
+_Name = Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="What the person is called.")]
+_SeedFolder = Annotated[
+    Path | None, says("Use the folder of the run's first seed; the only one with members here, if absent.")
+]
 
 
 def init(options: InitOptions) -> None:
@@ -64,3 +75,41 @@ def seed(options: SeedOptions) -> int:
     if options.json or is_quiet:
         return serve_run(options, say, invite)
     return serve_run(options, partial(print, flush=True))
+
+
+def invite(
+    name: _Name,
+    days: Annotated[float, says("Let the ticket hold for so many days.")] = 30.0,
+    watch: Annotated[bool, says("Let this person look on, and no more.", "--watch")] = False,
+    folder: _SeedFolder = None,
+) -> None:
+    """Print a ticket for one person, in a run with members. It is a secret: whoever has it comes as that
+    person, on any number of machines. The seed need not be up."""
+    from bootstrap.members import Book
+
+    print(Book(folder).invite(name, days, watch))
+    if LOUDNESS.get() is not Loudness.QUIET:
+        told = "the ticket is a secret of that person's: send it by a private way, keep no copy"
+        print(told, file=sys.stderr)
+
+
+def members(folder: _SeedFolder = None) -> None:
+    """List whom the organiser has invited, and until when."""
+    from bootstrap.members import Book
+
+    book = Book(folder)
+    revoked = book.revocation().persons
+    for one in book.certificates():
+        until = time.strftime("%Y-%m-%d", time.localtime(one.expires_at))
+        state = "expired" if one.expires_at < time.time() else f"until {until}"
+        state = "revoked" if one.person in revoked else state
+        print(f"{one.name}: {state}{', looks on alone' if one.watches else ''}")
+
+
+def revoke(name: _Name, folder: _SeedFolder = None) -> None:
+    """Take part in the run no more: all tickets of NAME. The peers that are up are told, and tell each other
+    and whoever comes; the seed need not be up. Say it again if nobody could be told."""
+    from bootstrap.members import Book
+    from bootstrap.members import revoke as revoke_member
+
+    revoke_member(Book(folder), name, lambda text: print(text, file=sys.stderr))

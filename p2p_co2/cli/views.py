@@ -147,11 +147,13 @@ def _feed(source: str, folder: Path | None, command: str) -> tuple[Feed, Path | 
     ``TicketError``, ``EnvironmentFault``, ``ConfigError`` for what is neither."""
     source = read_ticket(source)
     place = Path(source)
-    if not (source.startswith(PREFIX) or place.is_dir()) and (named := folder_called(source)) is not None:
-        place = named
-        source = str(named)
-    if not any((place / one).exists() for one in ("events.jsonl", "peers")) and (place / "ticket").is_file():
-        source = read_ticket(f"@{place / 'ticket'}")  # a seed's folder, or that of an own loop
+    if not source.startswith(PREFIX):  # which may be longer than a file's name
+        if not place.is_dir() and (named := folder_called(source)) is not None:
+            place = named
+            source = str(named)
+        holds_events = any((place / one).exists() for one in ("events.jsonl", "peers"))
+        if not holds_events and (place / "ticket").is_file():
+            source = read_ticket(f"@{place / 'ticket'}")  # a seed's folder, or that of an own loop
     if source.startswith(PREFIX):
         ticket = Ticket.parse(source)
         from p2p_co2.node.reporting import Observer

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.node.links import FindRecord, LinkObserver, LinkPool, LinkTraffic, Piece, Uplink
 from p2p_co2.node.router import Quotas
 from p2p_co2.wire.envelope import Opened, Unsent, group_of, opened
 from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.members import Members
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
 
@@ -119,8 +120,9 @@ class GroupSwitch:
     """One process's carriers, shared by its groups: what comes in is sorted by ``Envelope.run``. What is for
     no group of ours goes to the first one, which does not read it and counts its bytes."""
 
-    def __init__(self, network: PeerNetwork) -> None:
+    def __init__(self, network: PeerNetwork, members: Members) -> None:
         self._network = network
+        self._members = members
         self._doors: dict[bytes, tuple[OnMessage, OnRefused, Callable[[PeerId], bool]]] = {}
         self.elsewhere: Callable[[float, float], list[float]] = lambda now, rounds_per_s: []
         """Positions of peers of no averaging group here that share the run's clock, in rounds; may be set."""
@@ -148,6 +150,8 @@ class GroupSwitch:
             self._doors.pop(group, None)
 
     async def _on_message(self, sender: PeerId, data: bytes) -> None:
+        if trouble := self._members.trouble_with(sender):
+            raise RemoteProtocolError(Offence.NO_MEMBER, trouble)
         doors = self._doors
         door = doors.get(group_of(data)) if len(doors) > 1 else None
         await (door or next(iter(doors.values())))[0](sender, data)
@@ -164,14 +168,16 @@ class Environment:
     def __init__(
         self, network: PeerNetwork, clock: Clock | None = None, make_links: MakeLinks = LinkPool,
         open_message: Callable[[bytes, bytes], Opened] = opened, group: RunGroup | None = None,
+        members: Members | None = None,
     ) -> None:  # fmt: skip
+        self.members = members or Members(network.run.digest())
         self.network = network
         self._group = group or RunGroup.whole(network.run)
         self.clock = clock or Clock()
         self.make_links = make_links
         self.open_message = open_message
         self.quotas = Quotas(network.config.limits.download_bytes_per_s)
-        self.switch = GroupSwitch(network)
+        self.switch = GroupSwitch(network, self.members)
         self.uplink = Uplink(network.config.limits.upload_bytes_per_s)
 
     @property

@@ -20,7 +20,14 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, TicketError, TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.discovery.records import run_position
-from p2p_co2.net.transport.addresses import address_of, is_loopback, is_near, is_own, is_relayed
+from p2p_co2.net.transport.addresses import (
+    address_of,
+    is_loopback,
+    is_near,
+    is_own,
+    is_relayed,
+    seed_addresses_of,
+)  # fmt: skip
 from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S, Carrier, OnMessage, OnRefused
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier, shows
 from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
@@ -30,10 +37,11 @@ from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.relay import Places
 from p2p_co2.net.transport.probe import ProbeServer, clock_offsets_s, judge_clock
 from p2p_co2.net.transport.slow import SharedLine, SlowLine
+from p2p_co2.node.doorkeeper import Doorkeeper
 from p2p_co2.node.environment import RunGroup
 from p2p_co2.peer_options import listening
 from p2p_co2.system.process import FolderLock
-from p2p_co2.ticket import Ticket, by_peer, is_seed_address, kept_seeds
+from p2p_co2.ticket import Ticket, by_peer, kept_seeds
 from p2p_co2.version import __version__
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.identity import Identity, PeerId
@@ -285,6 +293,8 @@ class Network:
         self.config = listening(config, ticket)
         self.ticket = ticket
         self.run = RunConfig()
+        self.door = Doorkeeper(identity.peer_id, ticket, config.folder)
+        """Of this run once it is open."""
         self.carriers: tuple[Carrier, ...] = ()
         self.clock_doubt = ""
         """Why this machine's clock may keep others from hearing it, and what to do; empty if all is well."""
@@ -294,8 +304,6 @@ class Network:
         """To be told once."""
         self._done_at: dict[str, float] = {}
         """Of what is done again when it grows old."""
-        self._invited = ""
-        """The ticket that was written into the folder last."""
         self.holds = ModelShare()
 
     @classmethod
@@ -344,6 +352,8 @@ class Network:
         if self.run.digest() != self.ticket.run:
             fix = "ask for a new ticket"
             raise TicketError(f"the run's settings are not the ones this ticket was made for; {fix}")
+        self.door = Doorkeeper(self.identity.peer_id, self.ticket, config.folder, self.run.members)
+        self.door.enter()
         await self.records.search()
         if self._news:
             raise ConfigError(str(path), "", self._news)
@@ -382,9 +392,12 @@ class Network:
         for carrier in carriers:
             for seed in self.ticket.seeds:  # many peers are behind one that relays
                 carrier.dials.answered(seed)
+            carrier.admission.members = self.door.members
             self._stack.push_async_callback(carrier.close)
             await carrier.start(on_message, on_refused)
         self.carriers = tuple(carriers)
+        keeping = asyncio.create_task(self.door.keep(self.carriers), name="keep the door")
+        self._stack.callback(keeping.cancel)
         probes = ProbeServer(self.p2p, run, config.limits.upload_bytes_per_s)
         self._stack.push_async_callback(probes.close)
         await probes.start()
@@ -407,9 +420,10 @@ class Network:
             record.stage = self.holds.stage or 0
             record.tokens_per_s = self.holds.tokens_per_s
             record.visits = self.holds.visits
+            record.badge.CopyFrom(self.door.members.badge)
             await self.discovery.publish_self(record)
             self._done_at["record"] = time.monotonic()
-        news = self._news
+        news = self._news or self.door.news
         self._news = ""
         return news or (self._reach.advice if somebody_unmet else "")
 
@@ -419,13 +433,15 @@ class Network:
         if is_last or self._is_due("position", MESSAGE_TIMEOUT_S):
             said = RunPosition(position=position, versions=versions, software=self.software)
             said.stage = self.holds.stage or 0
+            said.badge.CopyFrom(self.door.members.badge)
             await self.discovery.publish_position(said)
             self._done_at["position"] = time.monotonic()
 
     async def run_position(self, group: RunGroup | None = None) -> RunPosition | None:
         """Where the run was when peers of ``group``, or any, last said so; None if nobody ever did. Raises
         ``TransportError``."""
-        said = await self.discovery.find_positions()
+        found = await self.discovery.find_positions()
+        said = [one for one in found if self.door.members.admits(one, one.written_at)]
         return run_position([one for one in said if group is None or group.has(one.stage)], time.time())
 
     @property
@@ -440,14 +456,13 @@ class Network:
 
     @property
     def invitation(self) -> Ticket:
-        """The ticket, with this peer and some that it knows as further seeds: it works when the first ones
-        are gone. Only those are named that newcomers may be able to dial. Of a peer's record only its own
-        addresses count: it could send newcomers to anybody. Any thread may ask."""
+        """The ticket's open part, with this peer and some that it knows as further seeds: it works when the
+        first ones are gone. Only those are named that newcomers may be able to dial. Of a peer's record only
+        its own addresses count: it could send newcomers to anybody. Any thread may ask."""
         seeds = list(self.ticket.seeds)
         known = [(one.peer, one.maddrs) for one in self.records.known(MAX_INVITERS - 1)]
         for peer, maddrs in ((self.identity.peer_id, self._reach.own_maddrs), *known):
-            own = [maddr for maddr in maddrs if maddr.endswith(f"/p2p/{peer}") and not is_relayed(maddr)]
-            direct = [maddr for maddr in own if is_seed_address(maddr)]
+            direct = seed_addresses_of(peer, maddrs)
             seeds += [maddr for maddr in direct if leads_as_far(maddr, self.ticket.seeds)][:1]
         return Ticket(self.ticket.run, self.ticket.run_key, tuple(dict.fromkeys(seeds))[:MAX_ADDRESSES])
 
@@ -456,10 +471,7 @@ class Network:
     async def find_peers(self) -> list[PeerRecord]:
         """Records of the other peers of the run, as the DHT has them now. Raises ``TransportError``."""
         records = await self.records.search()
-        if (ticket := str(self.invitation)) != self._invited:
-            with contextlib.suppress(OSError):  # whoever needs it can ask this peer's owner
-                (self.config.folder / "ticket").write_text(f"{ticket}\n", encoding="ascii")
-                self._invited = ticket
+        self.door.keep_ticket(self.invitation)
         return records
 
     def listed(self, stage: int) -> list[PeerRecord]:
@@ -504,12 +516,14 @@ class Network:
         return min(fits, key=need)
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
-        """See ``RecordBook.record_of``."""
-        return await self.records.record_of(peer, fresh)
+        """See ``RecordBook.record_of``; None of one that may take no part."""
+        record = await self.records.record_of(peer, fresh)
+        return None if self.door.members.trouble_with(peer) else record
 
     async def _find(self) -> list[PeerRecord]:
         found = await self.discovery.find_peers(own=True)
         others = [one for one in found if one.peer != self.identity.peer_id]
+        others = list(filter(self.door.members.admits, others))
         for own in (one for one in found if one.peer == self.identity.peer_id):
             self._news = ELSEWHERE if await self._reach.is_elsewhere(own) else self._news
         if is_on_this_machine(self.ticket):

@@ -31,9 +31,9 @@ from p2p_co2.telemetry.events import Event, LinkMeasured
 from p2p_co2.telemetry.feed import Feed, FeedState, News
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.identity import PeerId, parsed
 from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import RunPosition
+from p2p_co2.wire.messages_pb2 import ReportRequest, RunPosition
 
 PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/report"
 FIND_S = 5.0
@@ -124,13 +124,11 @@ class ReportService:
         """A peer's sealed report, this one's own included. Raises ``TransportError``,
         ``RemoteProtocolError``."""
         if peer == self._network.identity.peer_id:
-            return await self._answer(peer, question)
-        await self._network.find_record(peer)
-        return await self._asking.ask(
-            peer, self._network.records.maddrs_of(peer), question, CONNECT_TIMEOUT_S
-        )
+            return self._responder.answer(question, peer, time.monotonic(), time.time())
+        return await _ask(self._network, self._asking, peer, question)
 
     async def _answer(self, asker: PeerId, question: bytes) -> bytes:
+        self._network.door.members.check(asker, parsed(ReportRequest, question).badge, looks=True)
         return self._responder.answer(question, asker, time.monotonic(), time.time())
 
 
@@ -157,7 +155,7 @@ class Observer(Feed):
             return self._poller.take()
 
     def invitation(self) -> str:
-        return str(self._ticket)
+        return str(self._ticket.open_part)
 
     def close(self) -> None:
         """Leave the DHT; no thread, process or socket is left. May be called twice."""
@@ -254,8 +252,7 @@ class Observer(Feed):
         reason = "not asked: the observer stopped"
         try:
             async with room:
-                await network.find_record(peer)
-                answer = await asking.ask(peer, network.records.maddrs_of(peer), question, CONNECT_TIMEOUT_S)
+                answer = await _ask(network, asking, peer, question)
                 reason = ""
         except (TransportError, RemoteProtocolError) as error:
             reason = str(error)
@@ -265,6 +262,13 @@ class Observer(Feed):
                     self._poller.failed(peer, reason, time.monotonic())
                 else:
                     self._poller.answered(peer, answer, time.monotonic(), time.time())
+
+
+async def _ask(network: Network, asking: QuestionClient, peer: PeerId, question: bytes) -> bytes:
+    """Raises ``TransportError``, ``RemoteProtocolError``."""
+    await network.find_record(peer)
+    question += ReportRequest(badge=network.door.members.badge).SerializeToString()  # protobuf merges them
+    return await asking.ask(peer, network.records.maddrs_of(peer), question, CONNECT_TIMEOUT_S)
 
 
 def nobody_answers(listed: int, new: int, last: RunPosition | None, rounds: int) -> FeedState:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from google.protobuf.message import Message
@@ -37,7 +38,7 @@ from p2p_co2.wire.envelope import Opened, Unsent, head_of, unsent
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.kinds import Machine, kind_of
-from p2p_co2.wire.messages_pb2 import Fetch, Ping, Status
+from p2p_co2.wire.messages_pb2 import Fetch, Ping, Revoked, Status
 
 EVENTS_AT_ONCE = 1000
 """Rounds of events that follow from one another; a machine that always has another has a bug."""
@@ -198,12 +199,15 @@ class Shell:
             links = environment.make_links(carriers, find, observer, tasks, environment.uplink)
             links.is_urgent = self.is_urgent
             self._links = links
+            part = partial(_part, self)
+            environment.members.changed.append(part)
             background = [tasks.create_task(work) for work in (*self._works(), self._keep_time())]
             await self.life.stopping.wait()
             for task in background:
                 task.cancel()
             await links.drain(HEARTBEAT_S)
             environment.switch.leave(environment.group)
+            environment.members.changed.remove(part)
             await links.close()
         if self.life.bug is not None:
             raise self.life.bug
@@ -289,6 +293,9 @@ class Shell:
         """As ``router.Deliver``; a group takes what its own machines know."""
         if message.kind.machine is not Machine.MEMBERSHIP:
             raise RemoteProtocolError("wrong group", f"a {message.kind.name}")
+        if isinstance(message.body, Revoked):
+            self.environment.members.take(message.body.sealed)
+            return True
         if isinstance(message.body, Ping) and message.body.nonce:
             self.membership.status = self._current_status()  # a pong says where we are, not were
         self.membership.receive(message.body, sender, now, message.said)
@@ -301,6 +308,7 @@ class Shell:
 
     def _link_opened(self, peer: PeerId, carrier: str, reason: str) -> None:
         self.report(ev.LinkOpened, other=peer, carrier=carrier, reason=reason)
+        _pass_on(self, [peer])
         self.membership.link_opened(peer, self.now())
         self.pump(timers=False)
 
@@ -317,3 +325,21 @@ class Shell:
 
     def report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
         self._report_event(kind(at=self.clock.unix(), peer=self._me, **fields))
+
+
+def _part(shell: Shell) -> None:
+    """Others may take part than before: tell all, and go on without those who may not."""
+    membership = shell.membership
+    _pass_on(shell, list(membership.live))
+    for peer in list(membership.live):
+        if trouble := shell.environment.members.trouble_with(peer):
+            membership.unreachable(peer, trouble, shell.now())
+    shell.pump()
+
+
+def _pass_on(shell: Shell, peers: Iterable[PeerId]) -> None:
+    """Tell ``peers`` whose tickets were revoked."""
+    if sealed := shell.environment.members.sealed:
+        message = unsent(Revoked(sealed=sealed), head_of(shell.environment.group))
+        for peer in peers:
+            shell.links.post(peer, message, bulk=False)

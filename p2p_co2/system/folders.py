@@ -23,6 +23,19 @@ from p2p_co2.system.process import VARIABLES, claim, is_kept
 FOLDER_VARIABLE = VARIABLES + "FOLDER"
 
 
+def keep_private(path: Path, content: bytes) -> None:
+    """Write a file that this user alone may read, as a whole or not at all. Raises ``OSError``."""
+    whole = path.with_name(f"{path.name}.new")  # on a full disk a torn one would be no help
+    whole.unlink(missing_ok=True)
+    descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        whole.rename(path)
+    finally:
+        whole.unlink(missing_ok=True)
+
+
 def data_home() -> Path:
     """Where all of them lie. Raises ``EnvironmentFault`` for a user without a home."""
     given = Path(os.environ.get("XDG_DATA_HOME", ""))

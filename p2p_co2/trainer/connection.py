@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from p2p_co2.config import OWN_LOOP, PeerConfig, RunConfig
-from p2p_co2.errors import ConfigError
+from p2p_co2.errors import ConfigError, TicketError
 from p2p_co2.node.environment import RunGroup
 from p2p_co2.node.node import Node
 from p2p_co2.protocol.pipeline import Place
@@ -73,7 +73,11 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     _check_call(ticket, config, on_event)
     use_one_arena()  # before there are threads: each stays with the arena that it had
     config = config.model_copy(update={"folder": config.folder.absolute()})  # wherever the program goes later
-    session = Session(Ticket.parse(ticket), config, on_event)
+    given = Ticket.parse(ticket)
+    if (certificate := given.certificate()) is not None and certificate.watches:
+        cure = "look on with p2p-co2 watch or board, or ask the organiser for a ticket to join"
+        raise TicketError(f"this ticket is for looking on alone; {cure}")
+    session = Session(given, config, on_event)
     try:
         session.open()
         network = session.network
@@ -144,7 +148,8 @@ class Connection:
     @property
     def ticket(self) -> str:
         """An invitation: the ticket that this peer came by, with some peers as further seeds, so that it
-        works when the first seeds are gone. It grows as this peer meets others."""
+        works when the first seeds are gone. It grows as this peer meets others. In a run with members it
+        admits nobody."""
         return str(self._part.network.invitation)
 
     def close(self) -> None:

@@ -159,7 +159,9 @@ class Session:
             journal = folder / "events.jsonl"
             command = program("monitoring", "peer", "--history", str(history), "--journal", str(journal))
             board = SocketActivation("127.0.0.1", self._config.board_port, command, self._ask_report)
-        self._footing = _Footing(network, Environment(network), reporting, board)
+        self._footing = _Footing(
+            network, Environment(network, members=network.door.members), reporting, board
+        )
 
     @property
     def _stands_on(self) -> _Footing:

@@ -8,7 +8,6 @@ The price: an id is free to make, so an id proves continuity, not merit.
 from __future__ import annotations
 
 import logging
-import os
 from functools import lru_cache
 from pathlib import Path
 from typing import NewType, TypeVar
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from google.protobuf.message import DecodeError, Message
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, Offence, RemoteProtocolError
+from p2p_co2.system.folders import keep_private
 from p2p_co2.wire.limits import MAX_PEER_ID, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Signed
 
@@ -75,15 +75,7 @@ class Identity:
     @classmethod
     def _create(cls, path: Path) -> Identity:
         identity = cls.generate()
-        whole = path.with_name(f"{path.name}.new")  # on a full disk a torn key would refuse every later start
-        whole.unlink(missing_ok=True)
-        descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(identity.libp2p_bytes())
-            whole.rename(path)
-        finally:
-            whole.unlink(missing_ok=True)
+        keep_private(path, identity.libp2p_bytes())
         return identity
 
     def libp2p_bytes(self) -> bytes:

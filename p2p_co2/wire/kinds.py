@@ -18,7 +18,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, MAX_STATUS_BYTES
+from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, MAX_REVOCATION_BYTES, MAX_STATUS_BYTES
 from p2p_co2.wire.model_table import MAX_TABLE_BYTES, check_rows
 from p2p_co2.wire.status import read_status
 
@@ -88,6 +88,7 @@ _FIELDS = {type(getattr(wire.Envelope(), field.name)): field for field in _BODY.
 _TABLE = (
     Kind(wire.Ping, Machine.MEMBERSHIP, most_bytes=MAX_STATUS_BYTES, is_quiet=True, check=_read_status),
     Kind(wire.Pong, Machine.MEMBERSHIP, most_bytes=MAX_STATUS_BYTES, is_quiet=True, check=_read_status),
+    Kind(wire.Revoked, Machine.MEMBERSHIP, most_bytes=2 * MAX_REVOCATION_BYTES),
     Kind(wire.Leave, Machine.MEMBERSHIP, most_bytes=MAX_STATUS_BYTES, is_quiet=True),
     Kind(wire.ModelTable, Machine.MEMBERSHIP, most_bytes=2 * MAX_TABLE_BYTES, check=check_rows),
     Kind(wire.Ready, Machine.ROUNDS),

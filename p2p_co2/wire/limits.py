@@ -25,6 +25,9 @@ MAX_ADDRESSES = 16
 """Of one kind in a record."""
 MAX_DIALLED = 4
 """Of these, those that are dialled."""
+MAX_REVOKED = 1024
+"""Persons whose tickets were revoked, and have not expired."""
+MAX_REVOCATION_BYTES = 40 << 10
 MAX_STRING = 512
 MAX_PEER_ID = 64
 """Characters of a peer id."""

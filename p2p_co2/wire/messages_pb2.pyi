@@ -22,12 +22,13 @@ NOT_AWAITED: Missed
 HOSTILE: Missed
 
 class Envelope(_message.Message):
-    __slots__ = ("version", "run", "ping", "pong", "leave", "ready", "waiting", "begin", "part", "mean", "result", "decision", "ask_outcome", "behind", "fetch", "manifest", "chunk", "refusal", "model_table", "neighbour", "forward", "backward", "declined", "dropped")
+    __slots__ = ("version", "run", "ping", "pong", "leave", "revoked", "ready", "waiting", "begin", "part", "mean", "result", "decision", "ask_outcome", "behind", "fetch", "manifest", "chunk", "refusal", "model_table", "neighbour", "forward", "backward", "declined", "dropped")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +53,7 @@ class Envelope(_message.Message):
     ping: Ping
     pong: Pong
     leave: Leave
+    revoked: Revoked
     ready: Ready
     waiting: Waiting
     begin: Begin
@@ -71,7 +73,7 @@ class Envelope(_message.Message):
     backward: Backward
     declined: Declined
     dropped: Dropped
-    def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., model_table: _Optional[_Union[ModelTable, _Mapping]] = ..., neighbour: _Optional[_Union[Neighbour, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., model_table: _Optional[_Union[ModelTable, _Mapping]] = ..., neighbour: _Optional[_Union[Neighbour, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ...) -> None: ...
 
 class Status(_message.Message):
     __slots__ = ("phase", "position", "versions", "digests", "upload_bytes_per_s", "download_bytes_per_s", "settled", "heartbeat_s", "finished", "process", "model", "counted", "name", "visits")
@@ -140,6 +142,12 @@ class Leave(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Revoked(_message.Message):
+    __slots__ = ("sealed",)
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    sealed: bytes
+    def __init__(self, sealed: _Optional[bytes] = ...) -> None: ...
 
 class ModelRow(_message.Message):
     __slots__ = ("name", "shape", "dtype", "trained", "digest")
@@ -490,7 +498,7 @@ class Refusal(_message.Message):
     def __init__(self, request: _Optional[int] = ..., reason: _Optional[str] = ..., newest_version: _Optional[int] = ..., again: bool = ...) -> None: ...
 
 class PeerRecord(_message.Message):
-    __slots__ = ("peer", "run", "maddrs", "grpc_addresses", "certificate_digest", "software", "expires_at", "stage", "tokens_per_s", "visits")
+    __slots__ = ("peer", "run", "maddrs", "grpc_addresses", "certificate_digest", "software", "expires_at", "stage", "tokens_per_s", "visits", "badge")
     PEER_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     MADDRS_FIELD_NUMBER: _ClassVar[int]
@@ -501,6 +509,7 @@ class PeerRecord(_message.Message):
     STAGE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     VISITS_FIELD_NUMBER: _ClassVar[int]
+    BADGE_FIELD_NUMBER: _ClassVar[int]
     peer: str
     run: bytes
     maddrs: _containers.RepeatedScalarFieldContainer[str]
@@ -511,7 +520,8 @@ class PeerRecord(_message.Message):
     stage: int
     tokens_per_s: float
     visits: bool
-    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., maddrs: _Optional[_Iterable[str]] = ..., grpc_addresses: _Optional[_Iterable[str]] = ..., certificate_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., expires_at: _Optional[float] = ..., stage: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., visits: bool = ...) -> None: ...
+    badge: Badge
+    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., maddrs: _Optional[_Iterable[str]] = ..., grpc_addresses: _Optional[_Iterable[str]] = ..., certificate_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., expires_at: _Optional[float] = ..., stage: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., visits: bool = ..., badge: _Optional[_Union[Badge, _Mapping]] = ...) -> None: ...
 
 class RunManifest(_message.Message):
     __slots__ = ("run", "config", "recipe_digest", "software", "protocol")
@@ -528,7 +538,7 @@ class RunManifest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., config: _Optional[bytes] = ..., recipe_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class RunPosition(_message.Message):
-    __slots__ = ("peer", "run", "position", "versions", "software", "written_at", "stage")
+    __slots__ = ("peer", "run", "position", "versions", "software", "written_at", "stage", "badge")
     PEER_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -536,6 +546,7 @@ class RunPosition(_message.Message):
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_AT_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
+    BADGE_FIELD_NUMBER: _ClassVar[int]
     peer: str
     run: bytes
     position: float
@@ -543,7 +554,8 @@ class RunPosition(_message.Message):
     software: str
     written_at: float
     stage: int
-    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., position: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., software: _Optional[str] = ..., written_at: _Optional[float] = ..., stage: _Optional[int] = ...) -> None: ...
+    badge: Badge
+    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., position: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., software: _Optional[str] = ..., written_at: _Optional[float] = ..., stage: _Optional[int] = ..., badge: _Optional[_Union[Badge, _Mapping]] = ...) -> None: ...
 
 class Signed(_message.Message):
     __slots__ = ("signer", "content", "signature")
@@ -556,30 +568,66 @@ class Signed(_message.Message):
     def __init__(self, signer: _Optional[str] = ..., content: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class LinkHello(_message.Message):
-    __slots__ = ("from_peer", "to_peer", "run", "certificate_digest", "sent_at", "nonce")
+    __slots__ = ("from_peer", "to_peer", "run", "certificate_digest", "sent_at", "nonce", "badge")
     FROM_PEER_FIELD_NUMBER: _ClassVar[int]
     TO_PEER_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SENT_AT_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    BADGE_FIELD_NUMBER: _ClassVar[int]
     from_peer: str
     to_peer: str
     run: bytes
     certificate_digest: bytes
     sent_at: float
     nonce: bytes
-    def __init__(self, from_peer: _Optional[str] = ..., to_peer: _Optional[str] = ..., run: _Optional[bytes] = ..., certificate_digest: _Optional[bytes] = ..., sent_at: _Optional[float] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    badge: Badge
+    def __init__(self, from_peer: _Optional[str] = ..., to_peer: _Optional[str] = ..., run: _Optional[bytes] = ..., certificate_digest: _Optional[bytes] = ..., sent_at: _Optional[float] = ..., nonce: _Optional[bytes] = ..., badge: _Optional[_Union[Badge, _Mapping]] = ...) -> None: ...
+
+class Certificate(_message.Message):
+    __slots__ = ("person", "name", "expires_at", "watches")
+    PERSON_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    WATCHES_FIELD_NUMBER: _ClassVar[int]
+    person: bytes
+    name: str
+    expires_at: int
+    watches: bool
+    def __init__(self, person: _Optional[bytes] = ..., name: _Optional[str] = ..., expires_at: _Optional[int] = ..., watches: bool = ...) -> None: ...
+
+class Badge(_message.Message):
+    __slots__ = ("certificate", "by_run", "by_person")
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    BY_RUN_FIELD_NUMBER: _ClassVar[int]
+    BY_PERSON_FIELD_NUMBER: _ClassVar[int]
+    certificate: bytes
+    by_run: bytes
+    by_person: bytes
+    def __init__(self, certificate: _Optional[bytes] = ..., by_run: _Optional[bytes] = ..., by_person: _Optional[bytes] = ...) -> None: ...
+
+class Revocation(_message.Message):
+    __slots__ = ("run", "number", "persons")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PERSONS_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    number: int
+    persons: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, run: _Optional[bytes] = ..., number: _Optional[int] = ..., persons: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("run", "process", "after")
+    __slots__ = ("run", "process", "after", "badge")
     RUN_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    BADGE_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     process: int
     after: int
-    def __init__(self, run: _Optional[bytes] = ..., process: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
+    badge: Badge
+    def __init__(self, run: _Optional[bytes] = ..., process: _Optional[int] = ..., after: _Optional[int] = ..., badge: _Optional[_Union[Badge, _Mapping]] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("run", "peer", "process", "first", "last", "newest", "sent_at", "events", "decisions", "again_in_s")

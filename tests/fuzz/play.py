@@ -38,7 +38,17 @@ MOST_REPEATS = 40
 AT_ONCE = 60
 FEW_AT_ONCE = 3
 """Wrong ones beside one message; of kinds of which one wrong one spoils the next."""
-SELDOM = {"behind", "ask_outcome", "leave", "refusal", "declined", "dropped", "model_table", "neighbour"}
+SELDOM = {
+    "behind",
+    "ask_outcome",
+    "leave",
+    "refusal",
+    "declined",
+    "dropped",
+    "model_table",
+    "neighbour",
+    "revoked",
+}
 """Kinds that these worlds need too seldom: wrong ones are made of an example."""
 
 
@@ -171,6 +181,7 @@ def examples() -> dict[str, tuple[bytes, ...]]:
         wire.Refusal(request=1, reason="busy", again=True), wire.Declined(key=microbatch, reason="no room"),
         wire.Dropped(key=microbatch, reason="late"),
         wire.ModelTable(model=1, rows=[wire.ModelRow(name="0", shape=[2], dtype="float32", trained=True)]),
+        wire.Revoked(sealed=b"of another run"),
     )  # fmt: skip
 
     def keep(data: bytes) -> None:

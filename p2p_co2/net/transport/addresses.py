@@ -10,10 +10,11 @@ import asyncio
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from p2p_co2.errors import TransportError
+from p2p_co2.ticket import is_seed_address
 
 MAX_LOOKUPS = 8
 _NEAR = tuple(
@@ -52,6 +53,12 @@ def is_own(address: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def seed_addresses_of(peer: str, maddrs: Iterable[str]) -> list[str]:
+    """Those of a peer's addresses that a ticket can name: its own ones, and direct."""
+    own = [maddr for maddr in maddrs if maddr.endswith(f"/p2p/{peer}") and not is_relayed(maddr)]
+    return list(filter(is_seed_address, own))
 
 
 def is_relayed(maddr: str) -> bool:

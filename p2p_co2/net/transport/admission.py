@@ -2,7 +2,8 @@
 
 The dialler signs who it is, whom it wants, which run, which TLS certificate it sees, when, and a fresh nonce.
 So a hello cannot be forged, shown to another peer, carried into another run, passed on by somebody in the
-middle, or used twice. Within ``HELLO_WINDOW_S`` its nonce is remembered; after that it is too old.
+middle, or used twice. Within ``HELLO_WINDOW_S`` its nonce is remembered; after that it is too old. In a run
+with members it shows a badge (``wire.members``).
 
 Identities are free to make, so places are shared out by neighbourhood: 256 IPv4 addresses, 48 bits of IPv6,
 or all that come by relays. This machine itself is none. One holds no more places than it leaves to all
@@ -23,6 +24,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.addresses import is_loopback
 from p2p_co2.wire.identity import Identity, PeerId, parsed, unseal
 from p2p_co2.wire.limits import HELLO_WINDOW_S
+from p2p_co2.wire.members import Members
 from p2p_co2.wire.messages_pb2 import LinkHello
 
 _Key = TypeVar("_Key")
@@ -65,6 +67,7 @@ class Admission:
         self._clock = clock
         self.is_known: Callable[[PeerId], bool] = lambda peer: False
         """Whether a peer has worked with us of late."""
+        self.members = Members(run)
         self._strangers = _Places(MAX_STRANGERS)
         self._links = _Places(MAX_INBOUND_LINKS - KEPT_LINKS)
         self._inside: Counter[PeerId] = Counter()
@@ -89,6 +92,7 @@ class Admission:
             certificate_digest=certificate_digest,
             sent_at=self._clock(),
             nonce=os.urandom(16),
+            badge=self.members.badge,
         )
         return self._identity.seal(HELLO_CONTEXT, hello.SerializeToString())
 
@@ -146,6 +150,7 @@ class Admission:
             )
         if len(hello.nonce) != 16:
             raise RemoteProtocolError("wrong hello", "nonce is not 16 bytes")
+        self.members.check(signer, hello.badge)
 
     def _remember(self, signer: PeerId, nonce: bytes) -> None:
         now = self._clock()
