@@ -131,6 +131,7 @@ def _deeper(driver: WebDriver, address: str, folder: Path, mode: str) -> None:
     """A peer's page and a round's."""
     driver.get(f"{address}events")
     wait_for(driver, "events")
+    driver.find_element(By.XPATH, "//button[normalize-space(.)='exchanges']").click()
     rows = '[data-testid="events"] tbody tr'
     open_round = (
         f"[...document.querySelectorAll('{rows}')].find(row => row.innerText.includes('commit'))?.click()"
