@@ -95,7 +95,7 @@ PEER = {
     "tokens_per_s": Column("Tokens/s", COUNT, "tokens_per_s", "tokens\nper s"),
     "position": Column("At round", TENTHS, "position", "at\nround"),
     "staleness": Column("Staleness (outer steps)", HUNDREDTHS, "staleness_mean", "stale-\nness"),
-    "missed": Column("Not counted (exchanges)", TEXT, lambda peer: missed_words(peer.missed)),
+    "missed": Column("Not counted (exchanges)", TEXT, lambda peer: missed_words(peer.missed) or "0"),
     "used": Column("Used", SHARE, "utilisation", "compute\nused"),
     "exposed": Column("Exposed", SECONDS, "exposed_s", "exposed\ns"),
     "hidden": Column("Hidden", SECONDS, "hidden_s"),

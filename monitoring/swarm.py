@@ -83,12 +83,12 @@ def swarm_facts(known: Known) -> SwarmFacts:
         parameters=sum(
             max((peer.start.parameters for peer in held), default=0) for held in known.by_stage.values()
         ),
-        round_s=known.round_s, rounds_total=rounds_total, position=at, peers_online=len(online),
-        peers_known=len(peers), loss=training if agreed is None or is_old else agreed.loss,
-        loss_kind="training" if is_old else "held-out", loss_agreed=agreed.loss if agreed else None,
-        loss_agreed_at=agreed.at if agreed else None, loss_best=best.loss if best else None,
-        loss_best_round=best.position if best else None, figures_agreed=_finite(named),
-        loss_training=training,
+        round_s=known.round_s, rounds_total=rounds_total, position=min(at, rounds_total or at),
+        peers_online=len(online), peers_known=len(peers), loss_kind="training" if is_old else "held-out",
+        loss=training if agreed is None or is_old else agreed.loss, loss_training=training,
+        loss_agreed=agreed.loss if agreed else None, loss_agreed_at=agreed.at if agreed else None,
+        loss_best=best.loss if best else None, loss_best_round=best.position if best else None,
+        figures_agreed=_finite(named),
         loss_unit=loss_unit(run.recipe) if run else "", tokens=first.tokens,
         tokens_counted=first.tokens_counted, tokens_per_s=first.tokens_per_s,
         utilisation=mean_known(peer.utilisation for peer in figures), up_bytes=view.totals.up_bytes,

@@ -164,7 +164,7 @@ def capped_words(event: ev.ContributionCapped) -> str:
     times = event.claimed / event.median if event.median > 0 else math.inf
     if times >= 2:
         counted = event.counted / event.median
-        return f"claims {figure(times)} times the median work: counted as {figure(counted, 1)} times"
+        return f"tells of {figure(times)} times the median work: counted as {figure(counted, 1)} times"
     share = percent(event.counted / event.claimed if event.claimed > 0 else 0.0)
     return f"sends far larger changes than the others: counted as {share} of its work"
 
