@@ -27,7 +27,7 @@ from p2p_co2.ticket import Ticket, kept_seeds
 from p2p_co2.trainer import connect
 from p2p_co2.wire.identity import Identity
 from p2p_co2.wire.members import BANNED, REVOKED_CONTEXT, Members, Pass
-from p2p_co2.wire.messages_pb2 import Badge, Certificate, PeerRecord, ReportRequest, Revocation
+from p2p_co2.wire.messages_pb2 import Badge, Certificate, PeerRecord, ReportRequest, Revocation, RunPosition
 from p2p_co2.wire.names import words_of
 from tests.swarms import Swarm, swarm
 from tests.transport_peers import RUN
@@ -107,6 +107,35 @@ def test_what_has_expired_is_heard_no_more_and_what_it_said_before_counts() -> N
     with pytest.raises(RemoteProtocolError, match="expired"):
         members.check(ANNA.peer_id, badge)
     members.check(ANNA.peer_id, badge, at=NOW)
+
+
+def test_only_what_lets_a_machine_in_keeps_it_in() -> None:
+    """Not a ticket for looking on that it shows besides, nor one that it wrote with long ago."""
+    now = [NOW]
+    members = Members(RUN, KEY.peer_id, True, lambda: now[0])
+    me, bob = ANNA.peer_id, issue(days=9)
+    watches = issue(days=9, watches=True).badge(RUN, me)
+    members.check(me, bob.badge(RUN, me))
+    assert members.admits(RunPosition(peer=me, badge=issue(days=-1).badge(RUN, me)), NOW - 2 * 86400)
+    assert not members.trouble_with(me)
+    members.check(me, watches, looks=True)
+    members.take(sealed(1, person_of(bob)))
+    members.check(me, watches, looks=True)
+    assert "revoked" in members.trouble_with(me)
+    assert members.trouble_with(US.peer_id)
+    members.check(US.peer_id, issue(watches=True).badge(RUN, US.peer_id), looks=True)
+    assert members.trouble_with(US.peer_id)
+
+
+def test_many_machines_of_one_member_put_out_nobody_who_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2p_co2.wire.members.MAX_PEERS", 3)
+    members = Members(RUN, KEY.peer_id, True, lambda: NOW)
+    anna, bob = issue(), issue()
+    members.check(ANNA.peer_id, anna.badge(RUN, ANNA.peer_id))
+    for _ in range(3):
+        for peer in (Identity.generate().peer_id for _ in range(3)):  # as many as one look into the DHT gives
+            members.check(peer, bob.badge(RUN, peer))
+        assert not members.trouble_with(ANNA.peer_id)
 
 
 # ---- the organiser's book
