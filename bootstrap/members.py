@@ -81,13 +81,16 @@ class Book:
 
     def revoke(self, name: str) -> bytes:
         """All tickets of ``name`` hold no more. Returns the sealed revocation, to be handed to the peers."""
-        # Peers' clocks are not quite right: what expired a moment ago may still be let in.
-        lasting = [one for one in self.certificates() if one.expires_at > time.time() - 86400]
-        named = {one.person for one in lasting if one.name == name}
+        from p2p_co2.net.discovery.records import MAX_LIFETIME_S
+
+        # What somebody wrote into the DHT while his ticket held is believed for as long as it may stand there.
+        known = self.certificates()
+        past = {one.person for one in known if one.expires_at < time.time() - MAX_LIFETIME_S - 86400}
+        named = {one.person for one in known if one.name == name} - past
         if not named:
             raise ConfigError.of_option("NAME", f"nobody here is called {name}; p2p-co2 members lists all")
         last = self.revocation()
-        persons = named | {one.person for one in lasting}.intersection(last.persons)
+        persons = named.union(last.persons) - past  # also those whose line the book has lost
         if len(persons) > MAX_REVOKED:
             raise ConfigError.of_option("NAME", f"{MAX_REVOKED} are revoked already; wait until some expire")
         number = max(last.number + 1, int(time.time()))  # also where the last one is lost
