@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from bootstrap.members import KNOWN, Book, revoke
 from p2p_co2.cli.main import main
 from p2p_co2.config import ClockConfig, PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, RemoteProtocolError, TicketError, TransportError
-from p2p_co2.net.transport.admission import Admission
+from p2p_co2.net.transport.admission import HELLO_CONTEXT, Admission
 from p2p_co2.net.transport.libp2p.streams import QuestionClient
 from p2p_co2.node.doorkeeper import Doorkeeper
 from p2p_co2.node.network import Network
@@ -25,9 +26,17 @@ from p2p_co2.protocol.reports import MAX_REPORT_BYTES
 from p2p_co2.telemetry.events import LinkLost, PeerJoined, PeerLeft, PeerStarted, RoundCommitted, RoundCounted
 from p2p_co2.ticket import Ticket, kept_seeds
 from p2p_co2.trainer import connect
-from p2p_co2.wire.identity import Identity
+from p2p_co2.wire.identity import Identity, unseal
 from p2p_co2.wire.members import BANNED, REVOKED_CONTEXT, Members, Pass
-from p2p_co2.wire.messages_pb2 import Badge, Certificate, PeerRecord, ReportRequest, Revocation, RunPosition
+from p2p_co2.wire.messages_pb2 import (
+    Badge,
+    Certificate,
+    LinkHello,
+    PeerRecord,
+    ReportRequest,
+    Revocation,
+    RunPosition,
+)
 from p2p_co2.wire.names import words_of
 from tests.swarms import Swarm, swarm
 from tests.transport_peers import RUN
@@ -95,6 +104,30 @@ def test_a_run_without_members_asks_for_nothing() -> None:
     assert not admission.members.trouble_with(ANNA.peer_id)
     assert b"members" not in RunConfig().canonical_bytes()
     assert RunConfig(members=True).digest() != RunConfig().digest()
+
+
+def test_a_run_without_members_shows_nothing_not_even_that(tmp_path: Path) -> None:
+    network = Network(US, PeerConfig(folder=tmp_path), Ticket(RUN, KEY.peer_id, (SEED,)))
+    said: list[PeerRecord | RunPosition] = []
+
+    async def take(one: PeerRecord | RunPosition) -> None:
+        said.append(one)
+
+    async def record() -> PeerRecord:
+        return PeerRecord()
+
+    network._reach = SimpleNamespace(record=record, advice="")  # type: ignore[assignment]
+    network.discovery = SimpleNamespace(publish_self=take, publish_position=take)  # type: ignore[assignment]
+    asyncio.run(network.publish_self())
+    asyncio.run(network.publish_position(1.0, [1]))
+    sealed_hello = Admission(US, RUN, lambda: NOW).hello(ANNA.peer_id, b"c")
+    hello = LinkHello.FromString(unseal(HELLO_CONTEXT, sealed_hello)[1])
+    assert [one.HasField("badge") for one in (*said, hello)] == [False] * 3
+    network.door.members.badge = issue().badge(RUN, US.peer_id)
+    network._done_at.clear()
+    asyncio.run(network.publish_self())
+    asyncio.run(network.publish_position(1.0, [1]))
+    assert [one.badge for one in said[2:]] == [network.door.members.badge] * 2
 
 
 def test_what_has_expired_is_heard_no_more_and_what_it_said_before_counts() -> None:

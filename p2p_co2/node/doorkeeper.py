@@ -21,6 +21,7 @@ from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_REVOCATION_BYTES
 from p2p_co2.wire.members import Members
+from p2p_co2.wire.messages_pb2 import Badge
 
 
 class Doorkeeper:
@@ -48,7 +49,7 @@ class Doorkeeper:
         if members.is_closed and self._ticket.admits is not None:
             members.badge = self._ticket.admits.badge(self._ticket.run, self._me)
         try:
-            members.check(self._me, members.badge, looks=True)
+            members.check(self._me, members.badge or Badge(), looks=True)
         except RemoteProtocolError as error:
             raise TicketError(f"this ticket admits nobody to the run: {error.detail}") from None
 

@@ -92,8 +92,8 @@ class Members:
         self._run_key = run_key or peer_id_of(bytes(32))
         self.is_closed = is_closed
         self._clock = clock
-        self.badge = Badge()
-        """What this process shows."""
+        self.badge: Badge | None = None
+        """What this process shows; nothing where nobody asks."""
         self.sealed = b""
         """The newest revocation; empty if there is none."""
         self.changed: list[Callable[[], None]] = []
