@@ -83,7 +83,7 @@ class Book:
         """All tickets of ``name`` hold no more. Returns the sealed revocation, to be handed to the peers."""
         from p2p_co2.net.discovery.records import MAX_LIFETIME_S
 
-        # What somebody wrote into the DHT while his ticket held is believed for as long as it may stand there.
+        # What one wrote into the DHT while his ticket held is believed for as long as it may stand there.
         known = self.certificates()
         past = {one.person for one in known if one.expires_at < time.time() - MAX_LIFETIME_S - 86400}
         named = {one.person for one in known if one.name == name} - past

@@ -38,6 +38,7 @@ from p2p_co2.wire.messages_pb2 import (
     RunPosition,
 )
 from p2p_co2.wire.names import words_of
+from peers.daemon import _refuse_own_loop
 from tests.swarms import Swarm, swarm
 from tests.transport_peers import RUN
 
@@ -217,6 +218,14 @@ def test_a_ticket_is_made_offline_for_one_person_and_listed(
         connect(str(bob), PeerConfig(folder=tmp_path / "bob"), lambda _: None)
 
 
+def test_a_members_ticket_is_not_said_where_join_refuses_a_program_of_its_own() -> None:
+    run = run_of_members()
+    for members, says in ((True, "P2P_CO2_TICKET=TICKET python"), (False, "P2P_CO2_TICKET=p2pco2-x python")):
+        with pytest.raises(ConfigError, match=says) as told:
+            _refuse_own_loop(run.model_copy(update={"members": members}), "p2pco2-x")
+        assert ("p2pco2-x" in str(told.value)) is not members
+
+
 def test_what_cannot_be_is_said_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="members = true"):
         Book(tmp_path)
@@ -291,7 +300,7 @@ def test_the_book_revokes_every_ticket_of_a_name_and_forgets_what_has_expired(
     book.revoke("bob")
     newest = book.revocation()
     assert newest.number > last.number
-    assert set(persons) < set(newest.persons)  # what the first wrote before it expired still stands in the DHT
+    assert set(persons) < set(newest.persons)  # what the first wrote stands in the DHT
     bob = book.certificates()[0].person  # of one day
     later = now + 33 * 86400
     book.revoke("bob")

@@ -130,7 +130,7 @@ class Members:
             return  # it may send nothing by that: what it may send by rests on the badge that let it in
         self._met[peer] = digest, certificate
         self._met.move_to_end(peer)
-        if len(self._met) > 2 * MAX_PEERS:  # one look into the DHT puts out nobody who was heard since the last
+        if len(self._met) > 2 * MAX_PEERS:  # a look into the DHT puts out nobody heard since the last
             self._met.popitem(last=False)
 
     def admits(self, said: PeerRecord | RunPosition, at: float | None = None) -> bool:
