@@ -66,9 +66,10 @@ class Book:
         if not 0 < days <= 3650:  # written so that NaN is refused
             raise ConfigError.of_option("--days", f"above 0, at most 3650 (got {days:g})")
         admits = Pass.issue(self.key, self.ticket.run, name, time.time() + days * 86400, watches)
+        ticket = replace(self.ticket, admits=admits)  # refused if the key here is not the run's
         with full_disk_named(self.folder), self._path.open("a", encoding="ascii") as book:
             book.write(f"{admits.certificate.hex()}\n")
-        return replace(self.ticket, admits=admits)
+        return ticket
 
     def revocation(self) -> Revocation:
         """The newest one; an empty one if nobody was revoked."""
@@ -77,7 +78,8 @@ class Book:
         try:
             return read_revocation(self.ticket.run, self.key.peer_id, self._revoked.read_bytes())
         except RemoteProtocolError as error:
-            raise ConfigError(str(self._revoked), "", f"is damaged: {error}") from None
+            cure = "move it away if it is of another run"
+            raise ConfigError(str(self._revoked), "", f"is not this run's: {error}; {cure}") from None
 
     def revoke(self, name: str) -> bytes:
         """All tickets of ``name`` hold no more. Returns the sealed revocation, to be handed to the peers."""

@@ -234,6 +234,13 @@ def test_what_cannot_be_is_said_with_what_to_do(tmp_path: Path) -> None:
     for name, days, says in (("a~b", 1.0, "NAME"), ("anna", float("nan"), "--days"), ("anna", 1e9, "--days")):
         with pytest.raises(ConfigError, match=says):
             book.invite(name, days, False)
+    (tmp_path / "revoked").write_bytes(sealed(1, key=book.key, run=bytes(32)))
+    with pytest.raises(ConfigError, match=r"not this run's: .*; move it away if it is of another run"):
+        book.revocation()
+    book.key = KEY  # where "identity" was lost, a new one was made
+    with pytest.raises(TicketError, match="not signed by the run's key"):
+        book.invite("anna", 1, False)
+    assert not book.certificates()
     (tmp_path / "members").write_text("anna\n")
     with pytest.raises(ConfigError, match="take it out"):
         book.certificates()
