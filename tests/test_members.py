@@ -314,6 +314,30 @@ def test_the_book_revokes_every_ticket_of_a_name_and_forgets_what_has_expired(
     assert set(newest.persons) - set(book.revocation().persons) == {bob}
 
 
+def test_who_is_revoked_while_a_link_is_ended_is_seen_to_at_once(tmp_path: Path) -> None:
+    keeper = Doorkeeper(US.peer_id, Ticket(RUN, KEY.peer_id, (SEED,)), tmp_path, is_closed=True)
+    anna, bob = issue(days=1e4), issue(days=1e4)
+    other = Identity.generate().peer_id
+    for admits, peer in ((anna, ANNA.peer_id), (bob, other), (issue(days=1e4), US.peer_id)):
+        keeper.members.check(peer, admits.badge(RUN, peer))
+    links: list[SimpleNamespace] = []
+
+    async def drop_anna(why: str) -> None:
+        links.clear()
+        keeper.members.take(sealed(2, person_of(anna), person_of(bob)))
+
+    async def keep() -> None:
+        links.append(SimpleNamespace(peer=ANNA.peer_id, drop=drop_anna))
+        keeping = asyncio.create_task(keeper.keep([SimpleNamespace(links=links)]))  # type: ignore[list-item]
+        await asyncio.sleep(0)
+        keeper.members.take(sealed(1, person_of(anna)))
+        await asyncio.sleep(0.2)
+        keeping.cancel()
+
+    asyncio.run(keep())
+    assert (tmp_path / "revoked").read_bytes() == keeper.members.sealed
+
+
 # ---- among processes
 
 

@@ -65,6 +65,7 @@ class Doorkeeper:
         members = self.members
         kept = members.sealed
         while True:
+            self._changed.clear()  # what comes while a link is ended is seen to next
             members.ban(banned_in(self._folder))
             if members.sealed != kept:
                 kept = members.sealed
@@ -75,7 +76,6 @@ class Doorkeeper:
                     await link.drop(trouble)
             if trouble := members.trouble_with(self._me):
                 self.news = f"others hear this peer no more: {trouble}"
-            self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._changed.wait()
