@@ -78,8 +78,8 @@ class Book:
         try:
             return read_revocation(self.ticket.run, self.key.peer_id, self._revoked.read_bytes())
         except RemoteProtocolError as error:
-            cure = "move it away if it is of another run"
-            raise ConfigError(str(self._revoked), "", f"is not this run's: {error}; {cure}") from None
+            cure = "move it away, and revoke anew whom it named"
+            raise ConfigError(str(self._revoked), "", f"is of no use: {error}; {cure}") from None
 
     def revoke(self, name: str) -> bytes:
         """All tickets of ``name`` hold no more. Returns the sealed revocation, to be handed to the peers."""
@@ -107,21 +107,15 @@ def revoke(book: Book, name: str, say: Callable[[str], None]) -> None:
     """Revoke all tickets of ``name``, and tell the peers that are up; they tell each other. Raises
     ``ConfigError``, and ``TransportError`` if nobody could be told."""
     sealed = book.revoke(name)
-    known = kept_seeds(book.folder, book.ticket.run, KNOWN)
-    seeds = (*book.ticket.seeds, *known)[:MAX_ADDRESSES]
+    seeds = (*book.ticket.seeds, *kept_seeds(book.folder, book.ticket.run, KNOWN))[:MAX_ADDRESSES]
     admits = Pass.issue(book.key, book.ticket.run, "organiser", time.time() + 86400)
-    cause = "no peer is up"
     try:
         with tempfile.TemporaryDirectory() as folder:
             told = asyncio.run(_hand_out(replace(book.ticket, seeds=seeds, admits=admits), sealed, folder))
+        if not told:
+            raise TransportError("no peer is up")
     except TransportError as error:
-        told = 0
-        cause = str(error)
-    if not told:
-        cure = "run this again when one can be reached"
-        raise TransportError(
-            f"{name} is revoked in {book.folder}, but no peer was told of it: {cause}; {cure}"
-        )
+        raise TransportError(f"{name} is revoked, but no peer was told: {error}; run this again") from None
     say(f"{name} is revoked; {told} peers were told, and tell the others")
 
 

@@ -43,8 +43,7 @@ class Doorkeeper:
     def enter(self) -> None:
         """Be one of the members, if the run has some. Raises ``TicketError``."""
         members = self.members
-        revoked = self._folder / "revoked"
-        with suppress(OSError, RemoteProtocolError), revoked.open("rb") as file:  # else there is none
+        with suppress(OSError, RemoteProtocolError), (self._folder / "revoked").open("rb") as file:  # if any
             members.take(file.read(MAX_REVOCATION_BYTES))
         if members.is_closed and self._ticket.admits is not None:
             members.badge = self._ticket.admits.badge(self._ticket.run, self._me)

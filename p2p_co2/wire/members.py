@@ -126,12 +126,10 @@ class Members:
             raise RemoteProtocolError(Offence.NO_MEMBER, trouble)
         if certificate.watches and not looks:
             raise RemoteProtocolError(Offence.NO_MEMBER, "its ticket is for looking on alone")
-        if certificate.watches or at is not None:
-            return  # it may send nothing by that: what it may send by rests on the badge that let it in
-        self._met[peer] = digest, certificate
-        self._met.move_to_end(peer)
-        if len(self._met) > 2 * MAX_PEERS:  # a look into the DHT puts out nobody heard since the last
-            self._met.popitem(last=False)
+        if at is None and not certificate.watches:  # else it may send nothing by that
+            self._met[peer] = digest, certificate
+            if len(self._met) > 2 * MAX_PEERS:  # a look into the DHT puts out nobody heard since the last
+                self._met.popitem(last=False)
 
     def admits(self, said: PeerRecord | RunPosition, at: float | None = None) -> bool:
         """Whether who has written it may take part, or might ``at`` that time."""
