@@ -66,9 +66,10 @@ class Book:
         if not 0 < days <= 3650:  # written so that NaN is refused
             raise ConfigError.of_option("--days", f"above 0, at most 3650 (got {days:g})")
         admits = Pass.issue(self.key, self.ticket.run, name, time.time() + days * 86400, watches)
+        ticket = replace(self.ticket, admits=admits)  # refused if the key here is not the run's
         with full_disk_named(self.folder), self._path.open("a", encoding="ascii") as book:
             book.write(f"{admits.certificate.hex()}\n")
-        return replace(self.ticket, admits=admits)
+        return ticket
 
     def revocation(self) -> Revocation:
         """The newest one; an empty one if nobody was revoked."""
@@ -77,17 +78,21 @@ class Book:
         try:
             return read_revocation(self.ticket.run, self.key.peer_id, self._revoked.read_bytes())
         except RemoteProtocolError as error:
-            raise ConfigError(str(self._revoked), "", f"is damaged: {error}") from None
+            cure = "move it away, and revoke anew whom it named"
+            raise ConfigError(str(self._revoked), "", f"is of no use: {error}; {cure}") from None
 
     def revoke(self, name: str) -> bytes:
         """All tickets of ``name`` hold no more. Returns the sealed revocation, to be handed to the peers."""
-        # Peers' clocks are not quite right: what expired a moment ago may still be let in.
-        lasting = [one for one in self.certificates() if one.expires_at > time.time() - 86400]
-        named = {one.person for one in lasting if one.name == name}
+        from p2p_co2.net.discovery.records import MAX_LIFETIME_S
+
+        # What one wrote into the DHT while his ticket held is believed for as long as it may stand there.
+        known = self.certificates()
+        past = {one.person for one in known if one.expires_at < time.time() - MAX_LIFETIME_S - 86400}
+        named = {one.person for one in known if one.name == name} - past
         if not named:
             raise ConfigError.of_option("NAME", f"nobody here is called {name}; p2p-co2 members lists all")
         last = self.revocation()
-        persons = named | {one.person for one in lasting}.intersection(last.persons)
+        persons = named.union(last.persons) - past  # also those whose line the book has lost
         if len(persons) > MAX_REVOKED:
             raise ConfigError.of_option("NAME", f"{MAX_REVOKED} are revoked already; wait until some expire")
         number = max(last.number + 1, int(time.time()))  # also where the last one is lost
@@ -102,21 +107,15 @@ def revoke(book: Book, name: str, say: Callable[[str], None]) -> None:
     """Revoke all tickets of ``name``, and tell the peers that are up; they tell each other. Raises
     ``ConfigError``, and ``TransportError`` if nobody could be told."""
     sealed = book.revoke(name)
-    known = kept_seeds(book.folder, book.ticket.run, KNOWN)
-    seeds = (*book.ticket.seeds, *known)[:MAX_ADDRESSES]
+    seeds = (*book.ticket.seeds, *kept_seeds(book.folder, book.ticket.run, KNOWN))[:MAX_ADDRESSES]
     admits = Pass.issue(book.key, book.ticket.run, "organiser", time.time() + 86400)
-    cause = "no peer is up"
     try:
         with tempfile.TemporaryDirectory() as folder:
             told = asyncio.run(_hand_out(replace(book.ticket, seeds=seeds, admits=admits), sealed, folder))
+        if not told:
+            raise TransportError("no peer is up")
     except TransportError as error:
-        told = 0
-        cause = str(error)
-    if not told:
-        cure = "run this again when one can be reached"
-        raise TransportError(
-            f"{name} is revoked in {book.folder}, but no peer was told of it: {cause}; {cure}"
-        )
+        raise TransportError(f"{name} is revoked, but no peer was told: {error}; run this again") from None
     say(f"{name} is revoked; {told} peers were told, and tell the others")
 
 

@@ -219,7 +219,8 @@ def _join_and_train(
 def _refuse_own_loop(run: RunConfig, ticket: str) -> None:
     """Raises ``ConfigError`` for a run that ``join`` cannot train."""
     if run.recipe == OWN_LOOP:
-        cure = f"get that from the organiser, and start it: {line_to_join(ticket, run)}"
+        line = line_to_join("TICKET" if run.members else ticket, run)  # a member's is a secret
+        cure = f"get that from the organiser, and start it: {line}"
         raise ConfigError(f'run "{run.name}"', "", f"is trained by a program of its own; {cure}")
 
 

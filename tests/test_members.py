@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from bootstrap.members import KNOWN, Book, revoke
 from p2p_co2.cli.main import main
 from p2p_co2.config import ClockConfig, PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, RemoteProtocolError, TicketError, TransportError
-from p2p_co2.net.transport.admission import Admission
+from p2p_co2.net.transport.admission import HELLO_CONTEXT, Admission
 from p2p_co2.net.transport.libp2p.streams import QuestionClient
 from p2p_co2.node.doorkeeper import Doorkeeper
 from p2p_co2.node.network import Network
@@ -25,10 +26,19 @@ from p2p_co2.protocol.reports import MAX_REPORT_BYTES
 from p2p_co2.telemetry.events import LinkLost, PeerJoined, PeerLeft, PeerStarted, RoundCommitted, RoundCounted
 from p2p_co2.ticket import Ticket, kept_seeds
 from p2p_co2.trainer import connect
-from p2p_co2.wire.identity import Identity
+from p2p_co2.wire.identity import Identity, unseal
 from p2p_co2.wire.members import BANNED, REVOKED_CONTEXT, Members, Pass
-from p2p_co2.wire.messages_pb2 import Badge, Certificate, PeerRecord, ReportRequest, Revocation
+from p2p_co2.wire.messages_pb2 import (
+    Badge,
+    Certificate,
+    LinkHello,
+    PeerRecord,
+    ReportRequest,
+    Revocation,
+    RunPosition,
+)
 from p2p_co2.wire.names import words_of
+from peers.daemon import _refuse_own_loop
 from tests.swarms import Swarm, swarm
 from tests.transport_peers import RUN
 
@@ -97,6 +107,28 @@ def test_a_run_without_members_asks_for_nothing() -> None:
     assert RunConfig(members=True).digest() != RunConfig().digest()
 
 
+def test_a_run_without_members_shows_nothing_not_even_that(tmp_path: Path) -> None:
+    network = Network(US, PeerConfig(folder=tmp_path), Ticket(RUN, KEY.peer_id, (SEED,)))
+    said: list[bool] = []
+
+    async def take(one: PeerRecord | RunPosition) -> None:
+        said.append(one.HasField("badge"))
+
+    async def record() -> PeerRecord:
+        return PeerRecord()
+
+    network._reach = SimpleNamespace(record=record, advice="")  # type: ignore[assignment]
+    network.discovery = SimpleNamespace(publish_self=take, publish_position=take)  # type: ignore[assignment]
+    for badge in (None, Badge()):
+        network.door.members.badge = badge
+        network._done_at.clear()
+        asyncio.run(network.publish_self())
+        asyncio.run(network.publish_position(1.0, [1]))
+    assert said == [False, False, True, True]
+    sealed_hello = Admission(US, RUN, lambda: NOW).hello(ANNA.peer_id, b"c")
+    assert not LinkHello.FromString(unseal(HELLO_CONTEXT, sealed_hello)[1]).HasField("badge")
+
+
 def test_what_has_expired_is_heard_no_more_and_what_it_said_before_counts() -> None:
     now = [NOW]
     members = Members(RUN, KEY.peer_id, True, lambda: now[0])
@@ -107,6 +139,35 @@ def test_what_has_expired_is_heard_no_more_and_what_it_said_before_counts() -> N
     with pytest.raises(RemoteProtocolError, match="expired"):
         members.check(ANNA.peer_id, badge)
     members.check(ANNA.peer_id, badge, at=NOW)
+
+
+def test_only_what_lets_a_machine_in_keeps_it_in() -> None:
+    """Not a ticket for looking on that it shows besides, nor one that it wrote with long ago."""
+    now = [NOW]
+    members = Members(RUN, KEY.peer_id, True, lambda: now[0])
+    me, bob = ANNA.peer_id, issue(days=9)
+    watches = issue(days=9, watches=True).badge(RUN, me)
+    members.check(me, bob.badge(RUN, me))
+    assert members.admits(RunPosition(peer=me, badge=issue(days=-1).badge(RUN, me)), NOW - 2 * 86400)
+    assert not members.trouble_with(me)
+    members.check(me, watches, looks=True)
+    members.take(sealed(1, person_of(bob)))
+    members.check(me, watches, looks=True)
+    assert "revoked" in members.trouble_with(me)
+    assert members.trouble_with(US.peer_id)
+    members.check(US.peer_id, issue(watches=True).badge(RUN, US.peer_id), looks=True)
+    assert members.trouble_with(US.peer_id)
+
+
+def test_many_machines_of_one_member_put_out_nobody_who_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2p_co2.wire.members.MAX_PEERS", 3)
+    members = Members(RUN, KEY.peer_id, True, lambda: NOW)
+    anna, bob = issue(), issue()
+    members.check(ANNA.peer_id, anna.badge(RUN, ANNA.peer_id))
+    for _ in range(3):
+        for peer in (Identity.generate().peer_id for _ in range(3)):  # as many as one look into the DHT gives
+            members.check(peer, bob.badge(RUN, peer))
+        assert not members.trouble_with(ANNA.peer_id)
 
 
 # ---- the organiser's book
@@ -155,6 +216,14 @@ def test_a_ticket_is_made_offline_for_one_person_and_listed(
         connect(str(bob), PeerConfig(folder=tmp_path / "bob"), lambda _: None)
 
 
+def test_a_members_ticket_is_not_said_where_join_refuses_a_program_of_its_own() -> None:
+    run = run_of_members()
+    for members, says in ((True, "P2P_CO2_TICKET=TICKET python"), (False, "P2P_CO2_TICKET=p2pco2-x python")):
+        with pytest.raises(ConfigError, match=says) as told:
+            _refuse_own_loop(run.model_copy(update={"members": members}), "p2pco2-x")
+        assert ("p2pco2-x" in str(told.value)) is not members
+
+
 def test_what_cannot_be_is_said_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="members = true"):
         Book(tmp_path)
@@ -163,6 +232,13 @@ def test_what_cannot_be_is_said_with_what_to_do(tmp_path: Path) -> None:
     for name, days, says in (("a~b", 1.0, "NAME"), ("anna", float("nan"), "--days"), ("anna", 1e9, "--days")):
         with pytest.raises(ConfigError, match=says):
             book.invite(name, days, False)
+    (tmp_path / "revoked").write_bytes(sealed(1, key=book.key, run=bytes(32)))
+    with pytest.raises(ConfigError, match=r"of another run.*; move it away"):
+        book.revocation()
+    book.key = KEY  # where "identity" was lost, a new one was made
+    with pytest.raises(TicketError, match="not signed by the run's key"):
+        book.invite("anna", 1, False)
+    assert not book.certificates()
     (tmp_path / "members").write_text("anna\n")
     with pytest.raises(ConfigError, match="take it out"):
         book.certificates()
@@ -214,22 +290,50 @@ def test_the_book_revokes_every_ticket_of_a_name_and_forgets_what_has_expired(
     (first, second), _ = [book.invite("anna", days, False) for days in (1, 40)], book.invite("bob", 1, False)
     with pytest.raises(ConfigError, match="nobody here is called carol"):
         book.revoke("carol")
-    with pytest.raises(TransportError, match=r"anna is revoked in .*, but no peer was told.*run this again"):
+    with pytest.raises(TransportError, match=r"anna is revoked, but no peer was told: .*; run this again"):
         revoke(book, "anna", print)
     last = book.revocation()
     persons = [person_of(one.admits) for one in (first, second) if one.admits]
     assert sorted(last.persons) == sorted(persons)
     command("members", "--folder", str(tmp_path))
     assert re.findall(r": (\w+)", capsys.readouterr().out) == ["revoked", "revoked", "until"]
-    later = time.time() + 3 * 86400
+    now = time.time()
+    later = now + 3 * 86400
     monkeypatch.setattr(time, "time", lambda: later)
-    book.invite("bob", 1, False)
+    book.invite("bob", 40, False)
+    (tmp_path / "members").write_text("".join((tmp_path / "members").read_text().splitlines(True)[2:]))
     book.revoke("bob")
     newest = book.revocation()
     assert newest.number > last.number
-    assert len(newest.persons) == 2
-    assert persons[1] in newest.persons
-    assert persons[0] not in newest.persons
+    assert set(persons) < set(newest.persons)  # what the first wrote stands in the DHT
+    bob = book.certificates()[0].person  # of one day
+    later = now + 33 * 86400
+    book.revoke("bob")
+    assert set(newest.persons) - set(book.revocation().persons) == {bob}
+
+
+def test_who_is_revoked_while_a_link_is_ended_is_seen_to_at_once(tmp_path: Path) -> None:
+    keeper = Doorkeeper(US.peer_id, Ticket(RUN, KEY.peer_id, (SEED,)), tmp_path, is_closed=True)
+    anna, bob = issue(days=1e4), issue(days=1e4)
+    other = Identity.generate().peer_id
+    for admits, peer in ((anna, ANNA.peer_id), (bob, other), (issue(days=1e4), US.peer_id)):
+        keeper.members.check(peer, admits.badge(RUN, peer))
+    links: list[SimpleNamespace] = []
+
+    async def drop_anna(why: str) -> None:
+        links.clear()
+        keeper.members.take(sealed(2, person_of(anna), person_of(bob)))
+
+    async def keep() -> None:
+        links.append(SimpleNamespace(peer=ANNA.peer_id, drop=drop_anna))
+        keeping = asyncio.create_task(keeper.keep([SimpleNamespace(links=links)]))  # type: ignore[list-item]
+        await asyncio.sleep(0)
+        keeper.members.take(sealed(1, person_of(anna)))
+        await asyncio.sleep(0.2)
+        keeping.cancel()
+
+    asyncio.run(keep())
+    assert (tmp_path / "revoked").read_bytes() == keeper.members.sealed
 
 
 # ---- among processes

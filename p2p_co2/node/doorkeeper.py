@@ -21,6 +21,7 @@ from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_REVOCATION_BYTES
 from p2p_co2.wire.members import Members
+from p2p_co2.wire.messages_pb2 import Badge
 
 
 class Doorkeeper:
@@ -42,13 +43,12 @@ class Doorkeeper:
     def enter(self) -> None:
         """Be one of the members, if the run has some. Raises ``TicketError``."""
         members = self.members
-        revoked = self._folder / "revoked"
-        with suppress(OSError, RemoteProtocolError), revoked.open("rb") as file:  # else there is none
+        with suppress(OSError, RemoteProtocolError), (self._folder / "revoked").open("rb") as file:  # if any
             members.take(file.read(MAX_REVOCATION_BYTES))
         if members.is_closed and self._ticket.admits is not None:
             members.badge = self._ticket.admits.badge(self._ticket.run, self._me)
         try:
-            members.check(self._me, members.badge, looks=True)
+            members.check(self._me, members.badge or Badge(), looks=True)
         except RemoteProtocolError as error:
             raise TicketError(f"this ticket admits nobody to the run: {error.detail}") from None
 
@@ -64,6 +64,7 @@ class Doorkeeper:
         members = self.members
         kept = members.sealed
         while True:
+            self._changed.clear()  # what comes while a link is ended is seen to next
             members.ban(banned_in(self._folder))
             if members.sealed != kept:
                 kept = members.sealed
@@ -74,7 +75,6 @@ class Doorkeeper:
                     await link.drop(trouble)
             if trouble := members.trouble_with(self._me):
                 self.news = f"others hear this peer no more: {trouble}"
-            self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._changed.wait()

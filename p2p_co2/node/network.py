@@ -420,7 +420,7 @@ class Network:
             record.stage = self.holds.stage or 0
             record.tokens_per_s = self.holds.tokens_per_s
             record.visits = self.holds.visits
-            record.badge.CopyFrom(self.door.members.badge)
+            record.MergeFrom(PeerRecord(badge=self.door.members.badge))
             await self.discovery.publish_self(record)
             self._done_at["record"] = time.monotonic()
         news = self._news or self.door.news
@@ -433,7 +433,7 @@ class Network:
         if is_last or self._is_due("position", MESSAGE_TIMEOUT_S):
             said = RunPosition(position=position, versions=versions, software=self.software)
             said.stage = self.holds.stage or 0
-            said.badge.CopyFrom(self.door.members.badge)
+            said.MergeFrom(RunPosition(badge=self.door.members.badge))
             await self.discovery.publish_position(said)
             self._done_at["position"] = time.monotonic()
 

@@ -92,8 +92,8 @@ class Members:
         self._run_key = run_key or peer_id_of(bytes(32))
         self.is_closed = is_closed
         self._clock = clock
-        self.badge = Badge()
-        """What this process shows."""
+        self.badge: Badge | None = None
+        """What this process shows; nothing where nobody asks."""
         self.sealed = b""
         """The newest revocation; empty if there is none."""
         self.changed: list[Callable[[], None]] = []
@@ -126,10 +126,10 @@ class Members:
             raise RemoteProtocolError(Offence.NO_MEMBER, trouble)
         if certificate.watches and not looks:
             raise RemoteProtocolError(Offence.NO_MEMBER, "its ticket is for looking on alone")
-        self._met[peer] = digest, certificate
-        self._met.move_to_end(peer)
-        if len(self._met) > MAX_PEERS:
-            self._met.popitem(last=False)
+        if at is None and not certificate.watches:  # else it may send nothing by that
+            self._met[peer] = digest, certificate
+            if len(self._met) > 2 * MAX_PEERS:  # a look into the DHT puts out nobody heard since the last
+                self._met.popitem(last=False)
 
     def admits(self, said: PeerRecord | RunPosition, at: float | None = None) -> bool:
         """Whether who has written it may take part, or might ``at`` that time."""
