@@ -101,7 +101,9 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: PeerWatch) ->
                 if event.resumed_from:
                     watch.say(f"resumed from {event.resumed_from}: {at}")
             if isinstance(event, Warned) and event.text == ALONE:
-                watch.say(f"to invite somebody: p2p-co2 join {Ticket.parse(options.ticket).open_part}")
+                ticket = Ticket.parse(options.ticket)
+                if ticket.admits is None:  # else the organiser alone can
+                    watch.say(f"to invite somebody: p2p-co2 join {ticket}")
 
         _join_and_train(options, running, on_event, watch, is_new)
         if journal.failed:

@@ -49,7 +49,7 @@ TOO_LARGE = {
 }
 """The classes that may be larger than the rule, each with its reason."""
 REACHED = {
-    "product lines": 55_415,
+    "product lines": 55_417,
     "test lines": 41_427,
     "module constants of time": 123,
     "numeric module constants": 506,
