@@ -6,18 +6,18 @@
     python benchmarks/loss.py tax --rounds 50 --seeds 0 1 2 3          # the defence where nobody lies
 
 The peers are stacked in one process and the network is a delay in inner steps. What a peer offers, the mean
-and the outer step are the product's own. Each run is a line of JSON in
-``--out``. They skip what is there, and print tables. ``--only``: the cases of these names. With ``--show``
-nothing is trained. A round is 30 inner steps whatever a case's own is, so equal rounds are equal tokens.
+and the outer step are the product's own. Each run adds a line of JSON to ``--out``; what is there is not run
+again. ``--only``: the cases of these names. ``--show``: print the tables, train nothing. A round is 30 inner
+steps whatever a case's own is, so equal rounds are equal tokens.
 
-``efficiency``: **swarm** of N peers, each with its own batch, ``keep``, 4 fragments, a bit a value, rounds of
+``efficiency``: **swarm** of N peers, each with its own batch, ``keep``, 4 fragments, codec "sign", rounds of
 8 inner steps, means 2 late. **Data-parallel**, one model whose batch is the N peers' batches. Both with the
-rate and the warm-up that fit N. **Lone**, one peer, also for longer.
+rate and the warm-up that fit N. **Lone**, one peer, also for longer. The names of cases with Muon, or with
+another model and data (``LABS``, codec "q2"), end in ", muon", ", large", ", tuning" and ", table".
 "Worth" is the number of times a lone peer's tokens that a lone peer needs for the same loss, read off the
 lone peers' losses by straight lines over the logarithm of tokens. Each length is a run of its own.
 
-``tax``: four honest peers with the weight cap and rule "centred", against plain weights and
-rule "mean"; equally fast, or two of them ten times as fast. Agreement after each ten inner steps.
+``tax``: four honest peers with the defence, against plain means; equally fast, or two of them ten times.
 
 Law: all cases of a seed have the same start, and at one number of peers the same windows of text, so they
 compare pairwise. Price: 64 tokens per peer and inner step, so losses lie far above what the model can reach.
