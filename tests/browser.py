@@ -26,7 +26,9 @@ from tests.swarms import ENVIRONMENT, ROOT
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+    "--disable-dev-shm-usage",  # in a container its 64 MB fill up, and a page hangs
 )  # fmt: skip
+LOADED_WITHIN_S = 60
 PHONE = {"width": 390, "height": 844, "pixelRatio": 2}
 WIDE = (1280, 900)
 
@@ -53,6 +55,7 @@ def browser(*, phone: bool = False, dark: bool = False) -> Iterator[WebDriver]:
     driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     try:
         driver.set_window_size(*WIDE)
+        driver.set_page_load_timeout(LOADED_WITHIN_S)
         if dark:
             features = [{"name": "prefers-color-scheme", "value": "dark"}]
             driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})

@@ -13,7 +13,11 @@ from functools import cache
 from typing import Any, TypeVar
 
 import pytest
-from selenium.common.exceptions import ElementNotInteractableException, StaleElementReferenceException
+from selenium.common.exceptions import (
+    ElementNotInteractableException,
+    StaleElementReferenceException,
+    TimeoutException,
+)
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -91,7 +95,12 @@ def looking(kind: str, page: str = "", mode: str = "") -> Iterator[tuple[WebDriv
     ``mode``: "dark", "phone" or ""."""
     address = board_of(kind)
     driver = browser_in(mode)
-    driver.get(address + page)
+    try:
+        driver.get(address + page)
+    except TimeoutException:  # once in many runs a browser hangs, and never answers again
+        browser_in.cache_clear()
+        driver = browser_in(mode)
+        driver.get(address + page)
     yield driver, address
     assert errors(driver) == []
 
