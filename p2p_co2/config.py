@@ -122,12 +122,14 @@ class OuterConfig(_Frozen):
 
 
 class AggregationConfig(_Frozen):
-    """``rule``: how the slices that the peers sent for a part become one mean. "centred" lets no slice pull
-    harder, nor lie further from the others, than most do (centred clipping, Karimireddy, He and Jaggi 2021).
-    "mean" is the weighted mean, without that defence. Left out or empty it is "centred", or "mean" where
+    """``rule``: how the slices that the peers sent for a part become one mean. "scored" leaves out whose work
+    goes against that of the peer that averages. The others it treats as "centred" does, which lets no slice
+    pull harder, nor lie further from the others, than most do (centred clipping, Karimireddy, He and Jaggi
+    2021). "clipped" looks at lengths alone. "median" takes the median of each value, whatever the weights.
+    "mean" is the weighted mean, without defence. Left out or empty it is "scored", or "mean" where
     ``weight_cap`` is 0."""
 
-    rule: str = "centred"
+    rule: str = "scored"
 
     @field_validator("rule")
     @classmethod

@@ -38,11 +38,14 @@ OUTER_RULES = {
 }
 _AGGREGATION = "p2p_co2.tensors.aggregation"
 AGGREGATION_RULES = {
+    "scored": AggregationRuleSpec(f"{_AGGREGATION}.scored:ScoredMean", cuts=True),
     "centred": AggregationRuleSpec(f"{_AGGREGATION}.centred:CentredMean", cuts=True),
+    "clipped": AggregationRuleSpec(f"{_AGGREGATION}.clipped:ClippedMean", cuts=True),
+    "median": AggregationRuleSpec(f"{_AGGREGATION}.median:Median"),
     "mean": AggregationRuleSpec(f"{_AGGREGATION}.mean:WeightedMean"),
 }
 
 
 def implied_rule(weight_cap: float) -> str:
     """The aggregation rule of a run file that names none."""
-    return "centred" if weight_cap else "mean"
+    return "scored" if weight_cap else "mean"

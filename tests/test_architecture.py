@@ -15,7 +15,7 @@ from tools import house
 ROOT = house.ROOT
 FLOORS = (
     {"errors", "system", "digest", "codec_specs", "rule_specs", "version"},
-    {"config", "telemetry", "wire", "planning.profiles"},
+    {"config", "telemetry", "wire", "scores", "planning.profiles"},
     {"ticket", "tensors"},
     {"protocol", "recipes"},
     {"net", "peer_options", "trained", "planning"},
@@ -37,6 +37,7 @@ NO_TORCH = MESSAGE_WING | {
     "planning",
     "telemetry",
     "digest",
+    "scores",
     "monitoring",
 }
 MACHINES = {"protocol.membership", "protocol.rounds", "protocol.catchup", "protocol.reports"}

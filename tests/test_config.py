@@ -184,7 +184,7 @@ def test_the_docstring_draws_the_tree() -> None:
 
 def test_the_aggregation_rule_is_the_run_files_and_one_that_is_implied_changes_no_digest() -> None:
     """Runs that were published before there was a rule to name keep their digests."""
-    for config, rule in ((RunConfig(), "centred"), (RunConfig(weight_cap=0.0), "mean")):
+    for config, rule in ((RunConfig(), "scored"), (RunConfig(weight_cap=0.0), "mean")):
         assert config.aggregation.rule == rule
         assert b"aggregation" not in config.canonical_bytes()
     named = RunConfig(aggregation=AggregationConfig(rule="mean"))
@@ -193,6 +193,6 @@ def test_the_aggregation_rule_is_the_run_files_and_one_that_is_implied_changes_n
     for settings in ({}, {"rule": ""}):
         given = RunConfig.model_validate({"weight_cap": 0.0, "aggregation": settings})
         assert given == RunConfig(weight_cap=0.0)
-    for settings in ({"rule": "median"}, {"rule": "centred"}):
+    for settings in ({"rule": "scored"}, {"rule": "centred"}):
         with pytest.raises(ValidationError, match="use"):
             RunConfig.model_validate({"weight_cap": 0.0, "aggregation": settings})

@@ -356,7 +356,7 @@ class Connection:
         fragments = [
             FragmentState(self.run, codec, me, state, index, uses) for index, state in enumerate(states)
         ]
-        ledger = TensorWorker(codec, fragments, get_rule(self.run.aggregation.rule, uses))
+        ledger = TensorWorker(codec, fragments, get_rule(self.run.aggregation.rule, uses, me))
         if saved is None:
             return ledger, Progressed()
         for trouble in resuming.restore(saved, live, plan.model, plan.optimizer, is_scheduled):

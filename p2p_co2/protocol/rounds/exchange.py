@@ -303,15 +303,16 @@ class Exchange:
         return True
 
     def _check(self, part: int) -> None:
-        """Have a mean looked at, where the run has a defence and we have a say. No honest owner lets most
-        slices count for less than a quarter: only those unlike most do, and they do not look."""
+        """Have a mean looked at, where the run has a defence and we have a say. No honest owner lets the
+        slices of most voters count for less than a quarter: only those unlike most do, and do not look."""
         state = self.parts[part]
         weights = self.attempt.weights
         counted = dict(state.head[0].contributors if state.head else ())
         cut = {peer for peer, weight in counted.items() if 4 * weight < weights[peer]}
         if not self.attempt.weight_cap or self._swarm.me not in self.attempt.senders[part]:
             return
-        if 2 * len(cut) > len(counted):
+        judges = ({*self._swarm.voters.all()} - {self._swarm.me}) & counted.keys() or counted.keys()
+        if 2 * len(cut & judges) > len(judges):
             self.findings[part, state.generation] = state.owner, BAD
         elif self._swarm.me not in cut and has_a_say(self._swarm.me, self.attempt.shares):
             self.findings[part, state.generation] = state.owner, None
@@ -323,6 +324,7 @@ class Exchange:
         state = self.parts[job.part]
         if state.generation == job.generation:
             self.findings[job.part, job.generation] = state.owner, likeness
+            self._swarm.repute.looked_at(state.owner, likeness.cosine)
 
     @property
     def is_whole(self) -> bool:

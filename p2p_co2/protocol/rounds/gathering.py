@@ -327,7 +327,7 @@ class Gathering:
 
     def _rates(self, peer: PeerId) -> LineRates:
         ready = self.roster.readies[peer]
-        may_own = peer in self._swarm.voters and not self._swarm.repute.has_lied(peer)
+        may_own = peer in self._swarm.voters and not self._swarm.repute.is_doubted(peer)
         believed = self._swarm.lateness.of_claim(peer) if may_own else 0.0
         return LineRates(ready.upload_bytes_per_s, ready.download_bytes_per_s, believed)
 

@@ -153,6 +153,10 @@ class Rounds:
         twice."""
         return self._fragments[fragment].mine.completion is not None
 
+    def scored(self, worth: Mapping[PeerId, float]) -> None:
+        """What peers' slices are worth, as ``Repute.scored`` has it."""
+        self.swarm.repute.scored(worth)
+
     def reduced(self, job: ReduceJob, mean: Buffer, now: float) -> None:
         """The encoded mean of a ``ReduceWanted``; ignored if the job is not open any more."""
         member = self._member_of(job)

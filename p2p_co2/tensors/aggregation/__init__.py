@@ -1,6 +1,6 @@
 """How the slices that peers sent for a part become one mean: by the run's ``AggregationRule``.
 
-    rule = get_rule("centred")
+    rule = get_rule("scored", me="a")
     mean = reduce_slices(rule, codec, [("a", 1000.0, payload), ("b", 800.0, other)])
 
 ``p2p_co2.rule_specs.AGGREGATION_RULES`` lists the rules.
@@ -26,15 +26,15 @@ Part = tuple[str, float, Buffer]
 """(peer, weight, payload slice)"""
 
 
-def get_rule(name: str, uses: int = 1) -> AggregationRule:
-    """The rule called ``name``, which config has checked. ``uses`` as ``AggregationRule`` has it."""
+def get_rule(name: str, uses: int = 1, me: str = "") -> AggregationRule:
+    """The rule called ``name``, which config has checked. ``uses``, ``me`` as ``AggregationRule`` has it."""
     module, _, kind = AGGREGATION_RULES[name].made_by.partition(":")
-    rule: AggregationRule = getattr(import_module(module), kind)(uses)
+    rule: AggregationRule = getattr(import_module(module), kind)(uses, me)
     return rule
 
 
 def reduce_slices(rule: AggregationRule, codec: Codec, parts: Sequence[Part]) -> Mean:
-    """The mean of ``parts``, in any order, by ``rule``; its weights are in the order of ``parts``.
+    """The mean of ``parts``, in any order, by ``rule``; what it tells of each of them is in their order.
 
     Weights are positive (tokens); all slices have the same number of whole blocks. Raises ``HostileSlice``
     for one that ``Codec.admit`` would refuse. Raises ``LocalProtocolError`` for no parts, a peer named twice,
@@ -44,8 +44,9 @@ def reduce_slices(rule: AggregationRule, codec: Codec, parts: Sequence[Part]) ->
     order = sorted(range(len(parts)), key=lambda index: parts[index][0])
     peers, weights, payloads = zip(*(parts[index] for index in order), strict=True)
     mean = rule.mean(Slices(codec, peers, payloads), weights)
-    counted = dict(zip(peers, mean.weights, strict=True))
-    return Mean(mean.encoded, tuple(counted[peer] for peer, _, _ in parts))
+    in_order = sorted(range(len(parts)), key=order.__getitem__)
+    worth = tuple(mean.worth[place] for place in in_order) if mean.worth else ()
+    return Mean(mean.encoded, tuple(mean.weights[place] for place in in_order), worth)
 
 
 def compare(codec: Codec, mine: Buffer, mean: Buffer) -> tuple[float, float, float, float]:

@@ -29,10 +29,11 @@ from p2p_co2.tensors.codec.base import LARGEST
 
 class Mean(NamedTuple):
     """``encoded``: a mean. ``weights``: what each slice counted with in it, at most what was asked for it, in
-    the order of the slices."""
+    the order of the slices. ``worth``: what the rule thinks of who sent them, 0 to 1; empty if nothing."""
 
     encoded: memoryview
     weights: tuple[float, ...]
+    worth: tuple[float, ...] = ()
 
 
 class HostileSlice(Exception):
@@ -50,12 +51,12 @@ class Slices:
 
     def __init__(self, codec: Codec, peers: Sequence[str], payloads: Sequence[Buffer]) -> None:
         self._codec = codec
-        self._peers = peers
+        self.peers = peers
         self._views = [memoryview(payload).cast("B") for payload in payloads]
         self._blocks = len(self._views[0]) // codec.block_bytes
 
     def __len__(self) -> int:
-        return len(self._peers)
+        return len(self.peers)
 
     def products(self, one_in: int = 1) -> tuple[list[list[float]], int, int]:
         """[k][k]: the inner product of the values of each slice with those of each; of how many blocks, and
@@ -83,13 +84,25 @@ class Slices:
         found = codec.mean(self._views, shares, self._blocks, rows)
         if found is not None and found >= 0:
             cause = RemoteProtocolError("not finite", f"in a {codec.name} slice")
-            raise HostileSlice(self._peers[found], cause)
+            raise HostileSlice(self.peers[found], cause)
         if found is None:
             for at in self._pieces(codec.chunk_blocks):
                 total = self._decoded(0, at).mul_(shares[0])
                 for index in range(1, len(self)):
                     total.add_(self._decoded(index, at).mul_(shares[index]))
                 codec.encode(total.clamp_(-LARGEST, LARGEST), rows[at.start * size : at.stop * size])
+        return result
+
+    def median(self) -> memoryview:
+        """The median of each value, encoded."""
+        codec = self._codec
+        size = codec.block_bytes
+        result = large_buffer(self._blocks * size)
+        for at in self._pieces(max(1, codec.chunk_blocks // len(self))):
+            values = torch.stack([self._decoded(index, at) for index in range(len(self))])
+            middle = values.sort(0).values[(len(self) - 1) // 2 : len(self) // 2 + 1].mean(0)
+            place = result[at.start * size : at.stop * size]
+            codec.encode(middle, torch.frombuffer(place, dtype=torch.uint8))
         return result
 
     def _decoded(self, index: int, at: slice) -> Tensor:
@@ -101,7 +114,7 @@ class Slices:
         try:
             codec.admit(piece, values)
         except RemoteProtocolError as error:
-            raise HostileSlice(self._peers[index], error) from None
+            raise HostileSlice(self.peers[index], error) from None
         return values
 
     def _pieces(self, step: int) -> Iterator[slice]:
@@ -113,11 +126,12 @@ class AggregationRule(ABC):
     """How slices [k, n] and their weights [k] become a mean [n], and what each slice counted with in it.
 
     A new rule overrides ``mean`` in a file of its own, and has a line in ``rule_specs.AGGREGATION_RULES``.
-    ``uses``: of a table that as many peers train in one use as in the other.
+    ``uses``: of a table that as many peers train in one use as in the other. ``me``: who averages.
     """
 
-    def __init__(self, uses: int = 1) -> None:
+    def __init__(self, uses: int = 1, me: str = "") -> None:
         self.uses = uses
+        self.me = me
 
     @abstractmethod
     def mean(self, slices: Slices, weights: Sequence[float]) -> Mean:

@@ -34,13 +34,13 @@ class CentredMean(AggregationRule):
 
 
 def centred(
-    products: Sequence[Sequence[float]], weights: Sequence[float], uses: int = 1
+    products: Sequence[Sequence[float]], weights: Sequence[float], uses: int = 1, steps: int = STEPS
 ) -> tuple[float, ...]:
     """The weights with which slices count, at most what was asked for them. ``products``: [k][k], of each
     slice with each. Centred clipping from a first mean of slices that were cut to the usual length
     (``usual_length``).
 
-    ``STEPS`` times the centre moves by the mean of what the slices differ from it. Each difference is cut to
+    ``steps`` times the centre moves by the mean of what the slices differ from it. Each difference is cut to
     the median one for its work (its weight by the median weight). All that is a mean of the slices with other
     weights, so it takes their products alone and one pass for the mean. Their sum is the divisor: that some
     are cut makes the step no shorter.
@@ -66,7 +66,7 @@ def centred(
     asked = math.fsum(weights)
     left = math.fsum(map(math.prod, zip(weights, cut, strict=True)))
     centre = [weight / left for weight in weights]
-    for _ in range(STEPS if count > 2 and uses == 1 else 0):
+    for _ in range(steps if count > 2 and uses == 1 else 0):
         far = [_distance(as_cut, centre, index) for index in range(count)]
         told = [one / done for one, done, norm in zip(far, work, norms, strict=True) if norm > 0]
         usual = median_high(told) if told else math.inf

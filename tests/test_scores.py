@@ -1,0 +1,144 @@
+"""What peers' work is worth by this peer's own: the score by hand, its law, newcomers, and what follows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2p_co2.protocol.rounds.events import Distrusted
+from p2p_co2.protocol.rounds.repute import Repute
+from p2p_co2.scores import FADES, KNOWN_AFTER, Scores
+from p2p_co2.tensors.aggregation import get_rule, reduce_slices
+from p2p_co2.tensors.codec import get_codec
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PEERS
+
+CODEC = get_codec("fp32")
+SIZE = 64 * CODEC.block_values
+
+
+def scored(**cosines: list[float]) -> Scores:
+    scores = Scores()
+    for peer, told in cosines.items():
+        for one in told:
+            scores.tell(peer, one)
+    return scores
+
+
+def test_worth_by_hand() -> None:
+    scores = scored(b=[0.4], c=[0.2, 0.2], d=[0.05], e=[-0.3], f=[0.3])
+    assert scores.worth("bcdef") == {"b": 1.0, "c": 1.0, "d": 0.5, "e": 0.0, "f": 1.0}
+    faded = (0.4 * FADES - 0.2) / (FADES + 1)
+    assert scored(b=[0.4, -0.2], c=[0.4], d=[0.4]).worth("bcd")["b"] == pytest.approx(faded / 0.2)
+
+
+def test_nobody_is_worth_less_where_most_differ_or_nothing_is_known() -> None:
+    assert scored(b=[-0.4], c=[-0.2], d=[0.3]).worth("bcd") == dict.fromkeys("bcd", 1.0)
+    assert Scores().worth("bc") == {"b": 1.0, "c": 1.0}
+    assert scored(b=[0.4], c=[0.4]).worth("bcx")["x"] == 1.0
+
+
+@given(
+    st.lists(st.floats(0.1, 0.2), min_size=3, max_size=9), st.data(), st.floats(0.0, 1.0), st.floats(-1, 1)
+)
+def test_whatever_fewer_than_half_send_the_honest_are_worth_all(
+    honest: list[float], data: st.DataObject, extra: float, lie: float
+) -> None:
+    lies = data.draw(st.lists(st.floats(-1, 1), max_size=len(honest) - 1))
+    scores = Scores()
+    for index, one in enumerate([*honest, *lies]):
+        scores.tell(str(index), one)
+    worth = scores.worth([str(index) for index in range(len(honest) + len(lies))])
+    assert all(worth[str(index)] == 1.0 for index in range(len(honest)))
+    assert all(worth[str(len(honest) + at)] == 0.0 for at, one in enumerate(lies) if one <= 0)
+
+
+def test_memory_is_bounded_and_the_longest_silent_are_forgotten() -> None:
+    scores = Scores()
+    for index in range(MAX_PEERS + 9):
+        scores.tell(str(index), 0.5)
+    assert len(scores.worth_of_all()) == MAX_PEERS
+    assert "8" not in scores.worth_of_all()
+
+
+def test_who_is_new() -> None:
+    known, new = [0.1] * KNOWN_AFTER, [0.1] * (KNOWN_AFTER // 2 - 1)
+    assert scored(b=known, c=known, d=new).newcomers("bcdx") == {"d", "x"}
+    assert scored(b=new, c=new).newcomers("bc") == set()
+    assert scored(b=[*known, *known], c=known).newcomers("bc") == set()
+
+
+# ---- the rule
+
+
+def slice_of(seed: int, size: float = 1.0) -> bytes:
+    """A common direction, and noise of one's own."""
+    common = torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
+    own = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
+    return bytes(CODEC.encode(size * (common + 2 * own)).numpy())
+
+
+def test_who_works_against_the_averaging_peer_counts_nothing_from_the_first_mean_on() -> None:
+    rule = get_rule("scored", me="a")
+    parts = [(peer, 1.0, slice_of(seed, size)) for peer, seed, size in
+             (("a", 1, 1), ("b", 2, 1), ("c", 3, 1), ("d", 4, -1), ("e", 5, -1))]  # fmt: skip
+    mean = reduce_slices(rule, CODEC, parts[::-1])
+    assert mean.worth[::-1] == (1.0, 1.0, 1.0, 0.0, 0.0)
+    assert min(mean.weights[2:]) > 0.5
+    assert max(mean.weights[:2]) == math.ulp(0.0)  # listed, so that they keep what contributors have
+    values = CODEC.decode(torch.frombuffer(bytearray(mean.encoded), dtype=torch.uint8))
+    assert float(values @ CODEC.decode(torch.frombuffer(bytearray(parts[0][2]), dtype=torch.uint8))) > 0
+
+
+def test_slices_of_zeros_and_a_mean_without_ones_own_slice_tell_nothing() -> None:
+    rule = get_rule("scored", me="a")
+    zeros = bytes(CODEC.encode(torch.zeros(SIZE)).numpy())
+    parts = [("a", 1.0, slice_of(1)), ("b", 1.0, slice_of(2)), ("c", 1.0, zeros)]
+    for _ in range(3):
+        assert reduce_slices(rule, CODEC, parts).worth == (1.0, 1.0, 1.0)
+    without = [("b", 1.0, slice_of(2)), ("c", 1.0, slice_of(3, -1)), ("d", 1.0, slice_of(4))]
+    assert reduce_slices(rule, CODEC, without).worth == (1.0, 1.0, 1.0)
+
+
+def test_twenty_new_names_beside_ten_known_peers_have_a_tenth_of_the_mean() -> None:
+    rule = get_rule("scored", me="00")
+    known = [(f"{index:02}", 1.0, slice_of(index + 1)) for index in range(10)]
+    for _ in range(KNOWN_AFTER):
+        reduce_slices(rule, CODEC, known)
+    names = [(f"{index:02}", 1.0, slice_of(99)) for index in range(20, 40)]
+    weights = reduce_slices(rule, CODEC, known + names).weights
+    assert sum(weights[10:]) == pytest.approx(sum(weights) / 10)
+    for _ in range(KNOWN_AFTER):
+        weights = reduce_slices(rule, CODEC, known + names).weights
+    assert sum(weights[10:]) > sum(weights) / 3  # they have worked as the others did
+
+
+# ---- what a peer makes of it
+
+
+def test_who_works_against_a_peer_is_asked_last_averages_nothing_and_is_named_once() -> None:
+    repute, told = Repute(), list[Distrusted]()
+    repute.emit = told.append
+    liar, honest = PeerId("liar"), PeerId("honest")
+    for times in range(2 * KNOWN_AFTER):
+        repute.scored({liar: 0.0, honest: 1.0})
+        assert (repute.is_doubted(liar), repute.is_doubted(honest)) == (True, False)
+        assert len(told) == (times >= KNOWN_AFTER - 1)
+    assert told[0].peer == liar
+    assert repute.is_passed_over(liar, 0, 0.0)
+    repute.scored({liar: 0.1})
+    assert not repute.is_doubted(liar)
+
+
+def test_an_owner_whose_means_hold_nothing_of_ones_work_averages_no_more_for_now() -> None:
+    repute = Repute()
+    for _ in range(8):
+        for owner, cosine in (("a", 0.5), ("b", 0.4), ("noise", 0.01), ("flip", -0.19)):
+            repute.looked_at(PeerId(owner), cosine)
+    doubted = {owner for owner in ("a", "b", "noise", "flip") if repute.is_doubted(PeerId(owner))}
+    assert doubted == {"noise", "flip"}
+    assert not repute.has_lied(PeerId("noise"))
