@@ -2,7 +2,7 @@
 
     scores = Scores()
     scores.tell("b", cosine)              # of its slice, or its mean, and ours
-    scores.worth(["b", "c", "d"])         # {"b": 1.0, "c": 1.0, "d": 0.0}
+    scores.standing(["b", "c", "d"])      # {"b": 1.1, "c": 1.0, "d": 0.0}
 
 A cosine of two changes that were learned from different data tells how far one of them lowers the other's
 loss, to first order. This peer's own change is the anchor, as in FLTrust (Cao et al. 2021, "Byzantine-robust
@@ -23,8 +23,6 @@ FADES = 15 / 16
 """What is left of a cosine with each that follows."""
 KNOWN_AFTER = 16
 """Cosines: from so many on a peer is no newcomer."""
-ENOUGH = 1 / 2
-"""Of the median score: from it on a peer is worth all that it claims."""
 
 
 class Scores:
@@ -40,22 +38,18 @@ class Scores:
         if len(self._told) > MAX_PEERS:
             self._told.popitem(last=False)
 
-    def worth(self, peers: Collection[str]) -> dict[str, float]:
-        """Of each of ``peers``, from 0 for a score at or below 0, to 1 for half of their median or more. All
-        1 where that median is not above 0: then most differ from this peer. 1 for who was never told of.
+    def standing(self, peers: Collection[str] = ()) -> dict[str, float]:
+        """By peer, its score over the median one of ``peers``, or of all; 0 for a score below 0. 1 for who
+        was never told of. All 1 where that median is not above 0: then most differ from this peer.
 
-        Law: where more than half of them are honest, and agree with this peer, all that agree half as well
-        as the honest do are worth 1."""
+        Law: where more than half are honest, the median lies among the scores of the honest."""
+        peers = peers or self._told.keys()
         told = {peer: self._told[peer] for peer in peers if peer in self._told}
         scores = {peer: total / weight for peer, (total, weight, _) in told.items()}
         usual = median_high(scores.values()) if scores else 0.0
         if usual <= 0:
             return dict.fromkeys(peers, 1.0)
-        return {peer: min(1.0, max(0.0, scores.get(peer, usual) / (ENOUGH * usual))) for peer in peers}
-
-    def worth_of_all(self) -> dict[str, float]:
-        """As ``worth``, of all that were told of."""
-        return self.worth(self._told)
+        return {peer: max(0.0, scores.get(peer, usual) / usual) for peer in peers}
 
     def newcomers(self, peers: Collection[str]) -> set[str]:
         """Those told of less than half as often as who was told of most, and less than ``KNOWN_AFTER``

@@ -93,13 +93,13 @@ class CommitHandler:
     async def _reduce(self, event: said.ReduceWanted) -> None:
         job = event.job
         try:
-            mean, weights, worth = await self._ledger.reduce(job.fragment, job.slices)
+            mean, weights, standing = await self._ledger.reduce(job.fragment, job.slices)
         except SliceRefused as refused:
             self._rounds.refused_slice(job, PeerId(refused.peer), refused.reason, self._do.now())
         else:
             pairs = zip(job.slices, weights, strict=True)
             slices = tuple(one._replace(weight=weight) for one, weight in pairs)
-            self._rounds.scored(dict(zip([one.peer for one in slices], worth, strict=False)))
+            self._rounds.scored(dict(zip([one.peer for one in slices], standing, strict=False)))
             self._rounds.reduced(replace(job, slices=slices), mean, self._do.now())
         self._do.pump()
 

@@ -107,12 +107,12 @@ class AgreedVersion:
 
 
 class Reduced(NamedTuple):
-    """A mean, encoded, and the effective weight of each slice in it, in their order. ``worth``: what is
-    thought of whoever sent them, in that order, 0 to 1; empty if nothing is."""
+    """A mean, encoded, and the effective weight of each slice in it, in their order. ``standing``: as
+    ``scores`` has it, of who sent them; empty if nothing is known."""
 
     mean: Buffer
     weights: tuple[float, ...]
-    worth: tuple[float, ...] = ()
+    standing: tuple[float, ...] = ()
 
 
 class SliceRefused(Exception):

@@ -153,9 +153,9 @@ class Rounds:
         twice."""
         return self._fragments[fragment].mine.completion is not None
 
-    def scored(self, worth: Mapping[PeerId, float]) -> None:
-        """What peers' slices are worth, as ``Repute.scored`` has it."""
-        self.swarm.repute.scored(worth)
+    def scored(self, standing: Mapping[PeerId, float]) -> None:
+        """As ``Repute.scored`` has it."""
+        self.swarm.repute.scored(standing)
 
     def reduced(self, job: ReduceJob, mean: Buffer, now: float) -> None:
         """The encoded mean of a ``ReduceWanted``; ignored if the job is not open any more."""

@@ -10,7 +10,7 @@ from statistics import median_low
 
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.events import Distrusted
-from p2p_co2.scores import ENOUGH, KNOWN_AFTER, Scores
+from p2p_co2.scores import KNOWN_AFTER, Scores
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
 
@@ -26,6 +26,8 @@ HARDEST = 1 / 4
 """What one round may leave of an owner's claim."""
 LEAST = 1 / 64
 """What all rounds may leave of it."""
+POOR = 1 / 4
+"""Of the standing of the median owner."""
 FORGIVING = 1.1
 """For each round without being late."""
 
@@ -47,9 +49,9 @@ class Repute:
         self._means = Scores()
         """Of owners, by their means."""
         self._poor = set[str]()
-        """Those of them whose means are worth little."""
-        self._worthless: dict[PeerId, int] = {}
-        """Of peers whose slices are worth nothing: how many times in a row."""
+        """Those of them whose means stand low."""
+        self._against: dict[PeerId, int] = {}
+        """Of peers whose slices stand at nothing: how many times in a row."""
 
     def failed(self, peer: PeerId, fragment: int, why: str, now: float) -> None:
         times, until = self._failed.pop((peer, fragment), (0, now))
@@ -82,27 +84,27 @@ class Repute:
     def has_lied(self, owner: PeerId) -> bool:
         return (owner, AVERAGING) in self._failed
 
-    def scored(self, worth: Mapping[PeerId, float]) -> None:
-        """What peers' slices are worth (``scores``), by what this peer has just averaged."""
-        for peer, one in worth.items():
-            times = self._worthless.pop(peer, 0) + 1
+    def scored(self, standing: Mapping[PeerId, float]) -> None:
+        """The standing of peers by their slices, which this peer has just averaged (``scores``)."""
+        for peer, one in standing.items():
+            times = self._against.pop(peer, 0) + 1
             if not one:
-                self._worthless[peer] = times
+                self._against[peer] = times
             if not one and times == KNOWN_AFTER:
                 why = f"since its work went against ours in {times} means"
                 self.emit(Distrusted(peer, f"counted no more, and asked last, {why}", 0.0))
-        for forgotten in list(self._worthless)[:-MAX_PEERS]:
-            del self._worthless[forgotten]
+        for forgotten in list(self._against)[:-MAX_PEERS]:
+            del self._against[forgotten]
 
     def looked_at(self, owner: PeerId, cosine: float) -> None:
         """What a mean of ``owner`` was like beside our slice."""
         self._means.tell(owner, cosine)
-        self._poor = {peer for peer, worth in self._means.worth_of_all().items() if worth < ENOUGH}
+        self._poor = {peer for peer, one in self._means.standing().items() if one < POOR}
 
     def is_doubted(self, peer: PeerId) -> bool:
-        """Whether it shall not average: it has lied, its slices are worth nothing, or its means much less
-        than those of others. Both views change as more is seen."""
-        return peer in self._worthless or peer in self._poor or self.has_lied(peer)
+        """Whether it shall not average: it has lied, its slices stand at nothing, or its means at much
+        less than those of others. Both views change as more is seen."""
+        return peer in self._against or peer in self._poor or self.has_lied(peer)
 
     def is_passed_over(self, peer: PeerId, fragment: int, now: float) -> bool:
         return self.is_doubted(peer) or now < self._failed.get((peer, fragment), (0, now))[1]

@@ -45,8 +45,8 @@ def reduce_slices(rule: AggregationRule, codec: Codec, parts: Sequence[Part]) ->
     peers, weights, payloads = zip(*(parts[index] for index in order), strict=True)
     mean = rule.mean(Slices(codec, peers, payloads), weights)
     in_order = sorted(range(len(parts)), key=order.__getitem__)
-    worth = tuple(mean.worth[place] for place in in_order) if mean.worth else ()
-    return Mean(mean.encoded, tuple(mean.weights[place] for place in in_order), worth)
+    standing = tuple(mean.standing[place] for place in in_order) if mean.standing else ()
+    return Mean(mean.encoded, tuple(mean.weights[place] for place in in_order), standing)
 
 
 def compare(codec: Codec, mine: Buffer, mean: Buffer) -> tuple[float, float, float, float]:

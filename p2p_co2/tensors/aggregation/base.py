@@ -29,11 +29,11 @@ from p2p_co2.tensors.codec.base import LARGEST
 
 class Mean(NamedTuple):
     """``encoded``: a mean. ``weights``: what each slice counted with in it, at most what was asked for it, in
-    the order of the slices. ``worth``: what the rule thinks of who sent them, 0 to 1; empty if nothing."""
+    the order of the slices. ``standing``: as ``Scores`` has it, of who sent them; empty if none is kept."""
 
     encoded: memoryview
     weights: tuple[float, ...]
-    worth: tuple[float, ...] = ()
+    standing: tuple[float, ...] = ()
 
 
 class HostileSlice(Exception):

@@ -5,21 +5,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median_low
 
 from p2p_co2.scores import Scores
 from p2p_co2.tensors.aggregation.base import AggregationRule, Mean, Slices
 from p2p_co2.tensors.aggregation.centred import centred
 
+BENEFIT = 2.0
+"""Of the doubt: times its standing. Scores are noisy."""
 NEWCOMERS = 1 / 10
 """Of the mean: what all newcomers together have, at most. Names are free."""
 
 
 class ScoredMean(AggregationRule):
-    """Who works against this peer counts nothing; the others as in a centred mean, times their worth. Slices
-    of zeros tell nothing. In a table that is used in two ways, whose slices need not agree, and without a
-    slice of this peer's, all count as in a centred mean.
+    """Who works against this peer counts nothing; the others as in a centred mean, by what they claim or by
+    what their scores bear out, whichever is less.
 
-    Price: means depend on who averages. Owners tell the weights, so all see them.
+    Law: the cosine of two noisy slices grows as the root of the work behind each. So a score at the median
+    bears out the median weight, and one of half as much a quarter of it.
+
+    Slices of zeros tell nothing. In a table that is used in two ways, whose slices need not agree, and
+    without a slice of this peer's, all count as in a centred mean. Price: means depend on who averages.
+    Owners tell the weights, so all see them.
     """
 
     def __init__(self, uses: int = 1, me: str = "") -> None:
@@ -30,29 +37,33 @@ class ScoredMean(AggregationRule):
         if len(slices) <= self.uses:
             return Mean(slices.mean(weights), tuple(weights))
         products = slices.products()[0]
-        worth = self._worth(slices.peers, products)
-        kept = [index for index, one in enumerate(worth) if one > 0]
+        standing = self._standing(slices.peers, products)
+        most = median_low(weights)
+        borne_out = [
+            min(weight, most * (BENEFIT * one) ** 2) for weight, one in zip(weights, standing, strict=True)
+        ]
+        kept = [index for index, weight in enumerate(borne_out) if weight > 0]
         among = centred(
             [[products[row][column] for column in kept] for row in kept],
-            [weights[index] for index in kept],
+            [borne_out[index] for index in kept],
             self.uses,
         )
         counted = [math.ulp(0.0)] * len(weights)
         for index, weight in zip(kept, among, strict=True):
-            counted[index] = max(weight * worth[index], math.ulp(0.0))
+            counted[index] = weight
         self._limit_newcomers(slices.peers, counted)
-        return Mean(slices.mean(counted), tuple(counted), tuple(worth))
+        return Mean(slices.mean(counted), tuple(counted), tuple(standing))
 
-    def _worth(self, peers: Sequence[str], products: Sequence[Sequence[float]]) -> list[float]:
+    def _standing(self, peers: Sequence[str], products: Sequence[Sequence[float]]) -> list[float]:
         if self.uses > 1 or self.me not in peers:
-            return [1.0] * len(peers)
+            return [math.inf] * len(peers)
         mine = peers.index(self.me)
         for index, peer in enumerate(peers):
             square = products[mine][mine] * products[index][index]
             if index != mine and square > 0:
                 self._scores.tell(peer, products[mine][index] / math.sqrt(square))
-        worth = self._scores.worth([peer for peer in peers if peer != self.me])
-        return [worth.get(peer, 1.0) for peer in peers]
+        standing = self._scores.standing([peer for peer in peers if peer != self.me])
+        return [standing.get(peer, math.inf) for peer in peers]
 
     def _limit_newcomers(self, peers: Sequence[str], counted: list[float]) -> None:
         new = self._scores.newcomers([peer for peer in peers if peer != self.me])
