@@ -1,7 +1,16 @@
-"""What hostile peers cost the others: liars and floods, as real processes.
+"""What hostile peers cost the others: liars in a laboratory, liars and floods as real processes.
 
+    python benchmarks/hostile.py laboratory [--swarms 4:1 8:3] [--attacks flip replay ...] [--rules scored]
     python benchmarks/hostile.py lies [--cases owner boast ...] [--rounds 30] [--steps 40]
     python benchmarks/hostile.py flood [--pairs 4] [--window-s 14] [--kinds part ping ...]
+
+``laboratory``: the swarms of ``loss.py``, codec "q2". "8:3" are eight peers, of which three lie. Liars know
+what the honest learned, claim a million times their work, and average as they like: they count their own
+slices alone, and as few of the others' as nobody refuses. In the attacks that begin with "owner" they send
+honest slices and lie about means. Members look at means, remember and divide by the product's own code. A
+mean that most refuse is made again by the rule. Reported: held-out loss over that of the honest alone, who
+are as many as the rest; the exchange from which the middle liar's slices count nothing with most; how often
+an honest one's do. "": nobody lies, over rule "centred".
 
 ``lies``: each case is a line of ``CASES``: who is there, and what the last of them do. Liars run the product
 with one function changed. Rounds are by inner steps, so a loss depends on the machine only where a peer is
@@ -10,8 +19,7 @@ who was refused or found to lie. One run of one seed says little of a per cent.
 
 ``flood``: three peers train by paced steps over gRPC. In every other window somebody floods the first of
 them as fast as it reads, over four links of one identity, and takes a new identity as soon as the last is
-shut out; or opens links without end ("links"), or connections on which a TLS handshake comes a byte at a
-time ("trickle"). Reported: medians over the windows of each kind, and of the ratios of neighbours. The flood
+shut out. Reported: medians over the windows of each kind, and of the ratios of neighbours. The flood
 takes processor time of this machine, which is told."""
 
 from __future__ import annotations
@@ -19,28 +27,37 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
+import random
 import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from itertools import chain, count, repeat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 from common import Bench, Figures, against, bench, command, joined, medians, note, parser_of, run
+from loss import SHORT, TEXT, VOCAB, Liars, fitted, held_out_loss, train
+from torch import Tensor
 
 from p2p_co2.config import ClockConfig, PeerConfig, RunConfig
 from p2p_co2.errors import P2PCo2Error, PeerLost
 from p2p_co2.node.network import Network
 from p2p_co2.protocol.rounds.attempt import Attempt
-from p2p_co2.protocol.rounds.exchange import PartState
+from p2p_co2.protocol.rounds.events import Likeness
+from p2p_co2.protocol.rounds.exchange import PartState, may_be_true
+from p2p_co2.protocol.rounds.repute import Repute
 from p2p_co2.recipes import load_recipe, recipe_digest
+from p2p_co2.rule_specs import AGGREGATION_RULES
 from p2p_co2.system.memory import Buffer
 from p2p_co2.telemetry.events import MessageRefused, RoundAborted, RoundCommitted, Warned
-from p2p_co2.tensors.aggregation import Mean
+from p2p_co2.tensors.aggregation import Mean, compare, get_rule, reduce_slices
+from p2p_co2.tensors.aggregation import Part as Slice
 from p2p_co2.tensors.codec import Codec
 from p2p_co2.ticket import Ticket
 from p2p_co2.trained import Trained
@@ -87,6 +104,168 @@ def scaled(codec: Codec, mean: Buffer, times: float) -> memoryview:
     values = torch.empty(len(mean) // codec.block_bytes * codec.block_values)
     codec.admit(mean, values)
     return memoryview(codec.encode(values * times).numpy())
+
+
+# ---- laboratory
+
+
+def _min_max(honest: Tensor) -> Tensor:
+    """As far against their mean as two of them lie apart (Shejwalkar and Houmansadr 2021, "Min-Max")."""
+    mean, far = honest.mean(0), torch.cdist(honest, honest).max()
+    least, most = 0.0, float(10 * far)
+    for _ in range(20):
+        middle = (least + most) / 2
+        moved = mean - middle * mean / mean.norm().clamp_min(1e-12)
+        least, most = (middle, most) if (honest - moved).norm(dim=1).max() <= far else (least, middle)
+    return mean - least * mean / mean.norm().clamp_min(1e-12)
+
+
+def _noise(like: Tensor) -> Tensor:
+    return torch.randn_like(like) * like.square().mean().sqrt()
+
+
+ATTACKS: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "flip": lambda honest, own, first, last: -own,
+    "ten times": lambda honest, own, first, last: 10 * own,
+    "noise": lambda honest, own, first, last: _noise(own),
+    "constant": lambda honest, own, first, last: torch.full_like(own, float(own.abs().mean())),
+    "zeros": lambda honest, own, first, last: torch.zeros_like(own),
+    "minus mean": lambda honest, own, first, last: -honest.mean(0),
+    "replay": lambda honest, own, first, last: first,
+    "copycat": lambda honest, own, first, last: last,
+    "alie": lambda honest, own, first, last: honest.mean(0) - honest.std(0),
+    "min-max": lambda honest, own, first, last: _min_max(honest),
+    "sleeper": lambda honest, own, first, last: -own,
+    "poison": lambda honest, own, first, last: own,
+}
+"""What a liar sends, of what the honest and itself learned in this exchange, and the honest mean of the first
+one and of the last. A sleeper begins after ``SLEEPS``; who poisons learned from text in another alphabet."""
+MEANS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "owner flip": torch.neg, "owner ten times": lambda mean: 10 * mean, "owner noise": _noise,
+    "owner zeros": torch.zeros_like,
+}  # fmt: skip
+SLEEPS = 50
+"""Exchanges of each fragment."""
+FRAGMENTS = len(SHORT.names())
+
+
+class LyingPeers(Liars):
+    """The last ``liars`` of ``peers``. ``zero_at``: by liar, the exchange from which on its slices count
+    nothing with most; ``zeros``: of the honest by the honest, how many counted nothing, of how many."""
+
+    def __init__(self, peers: int, liars: int, attack: str) -> None:
+        super().__init__()
+        everybody = [PeerId(str(number)) for number in range(peers)]
+        self.honest, self.names, self.claim = everybody[: peers - liars], everybody[peers - liars :], 1e6
+        self.zero_at, self.zeros, self.exchange = dict[str, int](), [0, 0], -1
+        self._attack = attack
+        self._reputes = {peer: Repute() for peer in self.honest}
+        self._first, self._last = dict[int, Tensor](), dict[int, Tensor]()
+        self._random = random.Random(0)
+
+    @property
+    def _lies(self) -> bool:
+        return self._attack != "sleeper" or self.exchange >= SLEEPS * FRAGMENTS
+
+    def read(self, rows: Tensor) -> Tensor:
+        if self._attack == "poison":
+            rows[len(self.honest) :] = VOCAB - 1 - rows[len(self.honest) :]
+        return rows
+
+    def send(self, payloads: dict[PeerId, memoryview], codec: Codec) -> None:
+        self.exchange += 1
+        learned = {peer: _values(codec, payload) for peer, payload in payloads.items()}
+        honest = torch.stack([learned[peer] for peer in self.honest])
+        fragment = self.exchange % FRAGMENTS
+        first = self._first.setdefault(fragment, honest.mean(0))
+        for peer in self.names if self._lies else ():
+            if self._attack == "absent":
+                del payloads[peer]
+            elif self._attack in ATTACKS:
+                lie = ATTACKS[self._attack](honest, learned[peer], first, self._last.get(fragment, first))
+                payloads[peer] = memoryview(codec.encode(lie.contiguous()).numpy())
+        self._last[fragment] = honest.mean(0)
+
+    def owners(self, payloads: Iterable[PeerId]) -> list[PeerId]:
+        """Whoever coordinates divides among those that it does not doubt. A liar has to leave out who is
+        found to lie."""
+        doubts = [sum(self._reputes[one].is_doubted(peer) for one in self.honest) for peer in self.names]
+        most = len(self.honest) // 2
+        asked = [peer for peer, times in zip(self.names, doubts, strict=True) if times <= most]
+        mine = self._reputes.get(self._random.choice([*self.honest, *asked]))
+        barred = mine.is_doubted if mine else self._reputes[self.honest[0]].has_lied
+        return [peer for peer in payloads if not barred(peer)]
+
+    def mean(self, owner: PeerId, name: str, slices: Sequence[Slice], codec: Codec) -> Mean:
+        if owner in self.honest or not self._lies:
+            mean = super().mean(owner, name, slices, codec)
+            standing = {PeerId(peer): one for (peer, _, _), one in zip(slices, mean.standing, strict=False)}
+            if owner in self.honest:
+                self._reputes[owner].scored(standing)
+                self._count(standing)
+        else:
+            mean = self._lie(slices, codec)
+        refused = 0
+        for (peer, weight, payload), counted in zip(slices, mean.weights, strict=True):
+            if peer in self.honest and peer != owner:
+                likeness = Likeness(*compare(codec, payload, mean.encoded))
+                is_true = may_be_true(likeness, 0.0)
+                self._reputes[PeerId(peer)].looked_at(owner, likeness.cosine if is_true else -1.0)
+                refused += not is_true and 4 * counted >= weight
+        if 2 * refused <= len(slices) - 1:
+            return mean
+        for repute in self._reputes.values():
+            repute.lied(owner)
+        return reduce_slices(get_rule(name), codec, slices)
+
+    def _lie(self, slices: Sequence[Slice], codec: Codec) -> Mean:
+        if (change := MEANS.get(self._attack)) is not None:
+            mean = reduce_slices(get_rule("mean"), codec, slices)
+            lie = change(_values(codec, mean.encoded)).contiguous()
+            return mean._replace(encoded=memoryview(codec.encode(lie).numpy()))
+        left_out = set(self.honest[: len(slices) // 2])
+        told = [(peer, math.ulp(0.0) if peer in left_out else w, data) for peer, w, data in slices]
+        return reduce_slices(get_rule("mean"), codec, told)
+
+    def _count(self, standing: Mapping[PeerId, float]) -> None:
+        for peer in standing.keys() - self.names:
+            self.zeros[0] += standing[peer] == 0
+            self.zeros[1] += 1
+        for peer in self.names:
+            times = sum(repute.is_doubted(peer) for repute in self._reputes.values())
+            if 2 * times > len(self.honest):
+                self.zero_at.setdefault(peer, self.exchange // FRAGMENTS + 1)
+
+
+def _values(codec: Codec, payload: Buffer) -> Tensor:
+    return codec.decode(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+
+
+def laboratory(options: argparse.Namespace) -> Figures:
+    """Liars in the laboratory of ``loss.py``."""
+    answer = Figures()
+    torch.set_num_threads(1)
+    for swarm, seed in product(options.swarms, options.seeds):
+        peers, liars = map(int, swarm.split(":"))
+        shaped = replace(fitted(replace(SHORT, peers=peers, codec="q2")), cap=options.cap)
+        shaped = replace(shaped, slow=options.slow, shards=options.shards)
+
+        def loss_of(attack: str, rule: str) -> tuple[float, LyingPeers]:
+            lying = LyingPeers(peers, liars if attack else 0, attack)  # noqa: B023
+            made = train(replace(shaped, aggregation=rule), options.rounds, seed, lying)[1]  # noqa: B023
+            return held_out_loss(TEXT, made), lying
+
+        alone = loss_of("absent" if any(options.attacks) else "", "centred")[0]
+        for attack, rule in product(options.attacks, options.rules):
+            loss, lying = loss_of(attack, rule)
+            told = answer[f"{swarm} {rule} {attack or 'nobody lies'}, seed {seed}"] = {
+                "loss": round(loss, 4), "over_alone": round(loss / alone - 1, 4),
+                "zero_at": statistics.median_high(lying.zero_at.values()) if lying.zero_at else None,
+                "liars_at_zero": len(lying.zero_at),
+                "honest_at_zero": round(lying.zeros[0] / max(1, lying.zeros[1]), 4),
+            }  # fmt: skip
+            note(swarm, rule, attack, told)
+    return answer
 
 
 # ---- processes
@@ -195,14 +374,7 @@ def lies(options: argparse.Namespace) -> Figures:
 # ---- floods
 
 HONEST, LINKS, SETTLE_S = ("a", "b", "c"), 4, 2.0
-CONNECTIONS, TRICKLE_S = 300, 0.05
-"""Held at a time by one that trickles, and between two bytes on each: as slow as nobody's line is."""
-HELLO = b"\x16\x03\x01\x3f\xff\x01\x00\x3f\xfb\x03\x03"
-"""How a TLS record of 16 KiB begins, with a greeting as long (RFC 8446, 5.1 and 4.1.2)."""
-PAUSE_S = 0.02
-"""Between two connections or links: what the flood costs is the flooded's, not our own processor time."""
-FLOOD_KINDS = ("part", "large part", "ping", "ready", "nonsense", "links", "trickle")
-"""The last two send no message."""
+FLOOD_KINDS = ("part", "large part", "ping", "ready", "nonsense")
 RUN = paced_run(round_s=2.0, step_s=0.05, width=256)
 """Three peers that train at rest."""
 
@@ -230,7 +402,6 @@ class Flood:
 
     def __init__(self, ticket: str, folder: Path, kinds: list[str]) -> None:
         self.on, self.sent, self.shut_out = threading.Event(), 0, 0
-        self.opened = self.hung_up = 0
         self._ticket, self._folder, self._kinds = ticket, folder, kinds
         self._over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
@@ -268,14 +439,8 @@ class Flood:
             record = await network.find_record(self._victim)
             if record is None:
                 return
-            if kind == "links":
-                await self._open_links(network, record)
-            elif kind == "trickle":
-                await self._trickle(record.grpc_addresses[0])
-            else:
-                await asyncio.gather(
-                    *(self._pour(network, record, messages(RUN.digest())[kind]) for _ in range(LINKS))
-                )
+            data = messages(RUN.digest())[kind]
+            await asyncio.gather(*(self._pour(network, record, data) for _ in range(LINKS)))
         finally:
             await network.close()
 
@@ -288,41 +453,6 @@ class Flood:
             await link.close()
         except PeerLost as error:
             self.shut_out += any(reason in str(error) for reason in ("too many messages", "shut out"))
-
-    async def _open_links(self, network: Network, record: Any) -> None:
-        """One after the other, all kept; whoever is refused takes another identity."""
-        links = []
-        try:
-            while self.on.is_set():
-                links.append(await network.carriers[0].connect(record))
-                self.opened += 1
-                await asyncio.sleep(PAUSE_S)
-        except PeerLost:
-            self.hung_up += 1
-        for link in links:
-            await link.close()
-
-    async def _trickle(self, address: str) -> None:
-        host, port = address.rsplit(":", 1)
-        held: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, Iterator[int]]] = []
-        turns = max(1, round(TRICKLE_S / PAUSE_S))
-        try:
-            for turn in count():
-                if not self.on.is_set():
-                    break
-                if len(held) < CONNECTIONS:
-                    held.append((*await asyncio.open_connection(host, int(port)), chain(HELLO, repeat(0))))
-                    self.opened += 1
-                is_open = [one for one in held if not one[0].at_eof() and not one[1].transport.is_closing()]
-                self.hung_up += len(held) - len(is_open)
-                held = is_open
-                for _, writer, data in held[turn % turns :: turns]:
-                    writer.write(bytes([next(data)]))
-                await asyncio.sleep(PAUSE_S)
-        except OSError:
-            self.hung_up += 1
-        for _, writer, _ in held:
-            writer.transport.abort()
 
 
 def flood(options: argparse.Namespace) -> Figures:
@@ -349,7 +479,7 @@ def flood(options: argparse.Namespace) -> Figures:
         "tokens_flooded_by_quiet": against(ratios.pop("tokens_per_s"), 0.95), "flooded_by_quiet": ratios,
         "quiet": medians(quiet), "flooded": medians(flooded),
         "flood": {"messages_sent": mallory.sent, "links_shut_out": mallory.shut_out,
-                  "opened": mallory.opened, "hung_up": mallory.hung_up, "reasons": reasons},
+                  "reasons": reasons},
     }  # fmt: skip
 
 
@@ -388,6 +518,14 @@ def _window(swarm: Bench, seconds: float) -> Figures:
 def main() -> None:
     parser = parser_of(__doc__)
     commands = parser.add_subparsers(required=True)
+    made = command(
+        commands, "laboratory", laboratory, rounds=(30, "of 30 inner steps"), cap=(2.0, "of weights"),
+        slow=(0, "peers that make a tenth of the steps"), shards=(False, "each learns a piece of the text"),
+    )  # fmt: skip
+    made.add_argument("--swarms", nargs="+", default=["4:1", "8:2", "8:3"], help="peers:liars")
+    made.add_argument("--attacks", nargs="+", choices=("", *ATTACKS, *MEANS), default=[*ATTACKS, *MEANS])
+    made.add_argument("--rules", nargs="+", choices=tuple(AGGREGATION_RULES), default=["scored"])
+    made.add_argument("--seeds", type=int, nargs="+", default=[0], help="which ones")
     made = command(
         commands, "lies", lies, rounds=(30, "of --steps"), steps=(40, "inner steps of a round"),
     )  # fmt: skip

@@ -1,9 +1,8 @@
-"""Held-out loss at equal tokens, in a laboratory: apply rules, numbers of peers, the defence against liars.
+"""Held-out loss at equal tokens, in a laboratory: apply rules and numbers of peers.
 
     python benchmarks/loss.py table --rounds 30 --seeds 0 1 2          # every rule and delay against DiLoCo
     python benchmarks/loss.py efficiency --rounds 16 30                # what a swarm of N peers is worth
     python benchmarks/loss.py efficiency --rounds 30 --variants        # 4 peers with other settings
-    python benchmarks/loss.py tax --rounds 50 --seeds 0 1 2 3          # the defence where nobody lies
 
 The peers are stacked in one process and the network is a delay in inner steps. What a peer offers, the mean
 and the outer step are the product's own. Each run adds a line of JSON to ``--out``; what is there is not run
@@ -17,7 +16,7 @@ another model and data (``LABS``, codec "q2"), end in ", muon", ", large", ", tu
 "Worth" is the number of times a lone peer's tokens that a lone peer needs for the same loss, read off the
 lone peers' losses by straight lines over the logarithm of tokens. Each length is a run of its own.
 
-``tax``: four honest peers with the defence, against plain means; equally fast, or two of them ten times.
+``hostile.py laboratory`` has liars in it, and the defence where nobody lies.
 
 Law: all cases of a seed have the same start, and at one number of peers the same windows of text, so they
 compare pairwise. Price: 64 tokens per peer and inner step, so losses lie far above what the model can reach.
@@ -46,14 +45,15 @@ import torch.nn.functional as F
 from common import Figures, command, note, parser_of, run
 from torch import Tensor
 
-from p2p_co2.config import ApplyRule, CodecConfig, OuterConfig, RunConfig
+from p2p_co2.config import AggregationConfig, ApplyRule, CodecConfig, OuterConfig, RunConfig
 from p2p_co2.planning.advice import swarm_factor
 from p2p_co2.protocol.ledger import PartWeights
 from p2p_co2.protocol.rounds.attempt import Share, capped
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus, text_corpus
+from p2p_co2.rule_specs import implied_rule
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import get_rule, reduce_slices
-from p2p_co2.tensors.codec import get_codec
+from p2p_co2.tensors.aggregation import AggregationRule, Mean, Part, get_rule, reduce_slices
+from p2p_co2.tensors.codec import Codec, get_codec
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.schedule import OfferState
@@ -228,10 +228,12 @@ def learning_rate(step: int, steps: int, warmup: int = WARMUP_STEPS) -> float:
 class Batches:
     """What each peer trains on: ``step`` gives int64 [peers, batch, context + 1], fixed by the seed."""
 
-    def __init__(self, lab: Lab, seed: int, steps: int, peers: int) -> None:
+    def __init__(self, lab: Lab, seed: int, steps: int, peers: int, shards: bool = False) -> None:
         generator = torch.Generator().manual_seed(7919 * seed + 1)
         self._rows = data(lab).train
         self._places = torch.randint(len(self._rows) - 1, (steps, peers, lab.batch), generator=generator)
+        if shards:
+            self._places = (self._places + torch.arange(peers)[:, None] * (len(self._rows) - 1)) // peers
 
     def step(self, index: int) -> Tensor:
         return self._rows[self._places[index]].long()
@@ -263,9 +265,10 @@ SIZES = (1, 2, 4, 8)
 class Case:
     """One way to train. ``kind``: "swarm", "data-parallel" or "lone". ``every``: inner steps of a swarm's
     round. ``delay``: inner steps from a send to its mean. ``whole``: all parameters are one fragment.
-    ``feedback``: error feedback. ``slow``: so many of the peers, the last. ``cap``: the weight cap, with rule
-    "centred"; 0 is the plain mean. ``optimizer``: "adamw", or "muon" (matrices of the blocks; AdamW for the
-    rest). ``peak``: its learning rate after ``warmup`` inner steps."""
+    ``feedback``: error feedback. ``slow``: so many of the peers, the last. ``shards``: each learns a piece of
+    the text. ``cap``: the weight cap; 0 is the plain mean. ``aggregation``: its rule. ``optimizer``:
+    "adamw", or "muon" (matrices of the blocks; AdamW for the rest). ``peak``: its learning rate after
+    ``warmup`` inner steps."""
 
     name: str
     kind: str = "swarm"
@@ -283,7 +286,9 @@ class Case:
     codec: str = "int4"
     feedback: bool = False
     slow: int = 0
+    shards: bool = False
     cap: float = 0.0
+    aggregation: str = ""
     optimizer: str = "adamw"
     peak: float = PEAK_LR
     warmup: int = WARMUP_STEPS
@@ -292,6 +297,7 @@ class Case:
         rule: ApplyRule = self.rule  # type: ignore[assignment]
         return RunConfig(
             weight_cap=self.cap,
+            aggregation=AggregationConfig(rule=self.aggregation or implied_rule(self.cap)),
             codec=CodecConfig(name=self.codec, error_feedback=self.feedback),
             outer=OuterConfig(
                 rule=rule, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov,
@@ -372,12 +378,6 @@ def variant_cases() -> list[Case]:
     return cases
 
 
-def tax_cases() -> list[list[Case]]:
-    """Four honest peers, without the defence and with it: equally fast, and two of them slow."""
-    plain = [Case("equal", delay=0, every=10), Case("two slow", delay=0, every=10, slow=2)]
-    return [[one, replace(one, name=f"{one.name}, defence", cap=RunConfig().weight_cap)] for one in plain]
-
-
 # Training
 
 
@@ -441,10 +441,11 @@ class Together:
         self._optimizer.step()
 
 
-def train(case: Case, rounds: int, seed: int) -> tuple[Stacked, Stacked]:
+def train(case: Case, rounds: int, seed: int, liars: Liars | None = None) -> tuple[Stacked, Stacked]:
     """Train one case. Returns its models, and what they agreed on, as many times."""
     steps = rounds * ROUND
-    batches = Batches(case.lab, seed, steps, case.peers)
+    batches = Batches(case.lab, seed, steps, case.peers, case.shards)
+    liars = liars or Liars()
     models = case.peers if case.kind == "swarm" else 1
     params = case.lab.start(seed, models)
     together = [Together(case, params, slice(models - case.slow), 1)]
@@ -452,11 +453,11 @@ def train(case: Case, rounds: int, seed: int) -> tuple[Stacked, Stacked]:
         together.append(Together(case, params, slice(models - case.slow, models), SLOW_TIMES))
     groups = case.names() if case.kind == "swarm" else []
     fragments = [
-        HeldFragment(case, names, math.ceil(index * case.every / len(groups)), params)
+        HeldFragment(case, names, math.ceil(index * case.every / len(groups)), params, liars)
         for index, names in enumerate(groups)
     ]
     for step in range(steps):
-        rows = batches.step(step).view(models, -1, case.lab.context + 1)
+        rows = liars.read(batches.step(step).view(models, -1, case.lab.context + 1))
         for one in together:
             one.step(step, rows, learning_rate(step, steps, case.warmup) * case.peak)
         for fragment in fragments:
@@ -474,11 +475,39 @@ OFFER_ID = bytes(8)
 """Of every offer: each peer has one at a time."""
 
 
+class Liars:
+    """What peers do to each other's work: nothing, all are honest. ``hostile.py`` has those that lie.
+    ``names``: of those; ``claim``: how many times a step's work each says it has done."""
+
+    def __init__(self) -> None:
+        self.names: list[PeerId] = []
+        self.claim = 1.0
+        self._rules: dict[PeerId, AggregationRule] = {}
+
+    def read(self, rows: Tensor) -> Tensor:
+        """What each peer trains on, int64 [peers, batch, context + 1]."""
+        return rows
+
+    def send(self, payloads: dict[PeerId, memoryview], codec: Codec) -> None:
+        """Change what peers send of a fragment."""
+
+    def owners(self, payloads: Iterable[PeerId]) -> list[PeerId]:
+        """Who averages a part each."""
+        return list(payloads)
+
+    def mean(self, owner: PeerId, name: str, slices: Sequence[Part], codec: Codec) -> Mean:
+        """By the run's rule ``name``, and what ``owner`` has seen."""
+        return reduce_slices(self._rules.setdefault(owner, get_rule(name, 1, owner)), codec, slices)
+
+
 class HeldFragment:
     """One fragment of all peers, each with the ledger that its process would have."""
 
-    def __init__(self, case: Case, names: Sequence[str], offset: int, params: Stacked) -> None:
+    def __init__(
+        self, case: Case, names: Sequence[str], offset: int, params: Stacked, liars: Liars | None = None
+    ) -> None:
         self._case, self._names, self._params, self._offset = case, names, params, offset
+        self._liars = liars or Liars()
         settings = case.run_config()
         self._codec = get_codec(case.codec)
         start = flatten(params, names)
@@ -489,8 +518,9 @@ class HeldFragment:
         shares = {
             PeerId(str(peer)): Share(1.0 if peer < quick else 1 / SLOW_TIMES, 0) for peer in range(len(start))
         }
+        shares |= {peer: Share(self._liars.claim, 0) for peer in self._liars.names}
         self._weights = capped(shares, case.cap)
-        self._rule = get_rule(settings.aggregation.rule)
+        self._rule = settings.aggregation.rule
         self._parts: list[PartWeights] = []
         self._mean: bytes | None = None  # in flight
         self._base_version = self._apply_at = self._sent_at = 0
@@ -529,13 +559,15 @@ class HeldFragment:
             payloads[PeerId(str(peer))] = memoryview(offer.payload)
             self._base_version = offer.base_version
             self._merge_(live, peer, offer.merge)
+        self._liars.send(payloads, self._codec)
         blocks, self._parts, self._mean = self._codec.blocks(live.shape[1]), [], b""
         ids: dict[str, bytes] = dict.fromkeys(payloads, OFFER_ID)
-        each = -(-blocks // len(payloads))  # of which every peer owns a part
-        for first in range(0, blocks, each):
+        owners = self._liars.owners(payloads)
+        each = -(-blocks // len(owners))
+        for owner, first in zip(owners, range(0, blocks, each), strict=False):
             part = slice(first * self._codec.block_bytes, (first + each) * self._codec.block_bytes)
             slices = [(peer, self._weights[peer], one[part]) for peer, one in payloads.items()]
-            mean = reduce_slices(self._rule, self._codec, slices)
+            mean = self._liars.mean(owner, self._rule, slices, self._codec)
             self._mean += mean.encoded
             counted: dict[str, float] = dict(zip(payloads, mean.weights, strict=True))
             self._parts.append(PartWeights(first, min(first + each, blocks), counted, ids))
@@ -676,12 +708,6 @@ def efficiency(options: argparse.Namespace) -> Figures:
     )
 
 
-def tax(options: argparse.Namespace) -> Figures:
-    """What the defence adds where nobody lies."""
-    cases = [(case, (1,)) for case in chain(*tax_cases())]
-    return _play(cases, options, {pair[0].name: partial(cases_table, pair) for pair in tax_cases()})
-
-
 def _play(
     cases: Sequence[tuple[Case, tuple[int, ...]]], options: argparse.Namespace,
     tables: Mapping[str, Callable[[Losses, int], str]],
@@ -712,7 +738,6 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     for made in (
         command(commands, "table", table, out=(Path("loss_table.jsonl"), "JSON lines, kept")),
-        command(commands, "tax", tax, out=(Path("loss_tax.jsonl"), "JSON lines, kept")),
         command(
             commands, "efficiency", efficiency, peers=(list(SIZES), "numbers of peers"),
             out=(Path("token_efficiency.jsonl"), "JSON lines, kept"),

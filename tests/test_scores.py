@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from p2p_co2.protocol.rounds.events import Distrusted
 from p2p_co2.protocol.rounds.repute import Repute
 from p2p_co2.scores import FADES, KNOWN_AFTER, Scores
 from p2p_co2.tensors.aggregation import get_rule, reduce_slices
+from p2p_co2.tensors.aggregation.scored import borne_out
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
@@ -74,11 +76,11 @@ def test_who_is_new() -> None:
 # ---- the rule
 
 
-def slice_of(seed: int, size: float = 1.0) -> bytes:
+def slice_of(seed: int, size: float = 1.0, noise: float = 2.0) -> bytes:
     """A common direction, and noise of one's own."""
     common = torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
     own = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
-    return bytes(CODEC.encode(size * (common + 2 * own)).numpy())
+    return bytes(CODEC.encode(size * (common + noise * own)).numpy())
 
 
 def test_who_works_against_the_averaging_peer_counts_nothing_from_the_first_mean_on() -> None:
@@ -92,6 +94,27 @@ def test_who_works_against_the_averaging_peer_counts_nothing_from_the_first_mean
     assert max(mean.weights[:2]) == math.ulp(0.0)  # listed, so that they keep what contributors have
     values = CODEC.decode(torch.frombuffer(bytearray(mean.encoded), dtype=torch.uint8))
     assert float(values @ CODEC.decode(torch.frombuffer(bytearray(parts[0][2]), dtype=torch.uint8))) > 0
+
+
+@pytest.mark.parametrize(
+    ("standing", "most"), [(0.0, 0.0), (0.25, 0.25), (0.5, 1.0), (1.0, 1.0), (2.0, 4.0), (math.inf, math.inf)]
+)
+def test_what_a_standing_bears_out(standing: float, most: float) -> None:
+    assert borne_out(standing) == most
+
+
+def test_a_boast_gains_nothing_and_twice_the_work_counts_twice() -> None:
+    def mean_of(scale: float, claim: float) -> float:
+        """What d counts with beside three others, after a while."""
+        rule = get_rule("scored", me="a")
+        for turn in range(KNOWN_AFTER):
+            parts = [(peer, 1.0, slice_of(9 * turn + seed)) for seed, peer in enumerate("abc")]
+            common = slice_of(9 * turn + 3, 1.0, noise=2.0 / scale)
+            weights = reduce_slices(rule, CODEC, [*parts, ("d", claim, common)]).weights
+        return weights[3] / statistics.mean(weights[:3])
+
+    assert mean_of(1.0, 2.0) == pytest.approx(1.0, abs=0.25)
+    assert mean_of(math.sqrt(2), 2.0) > 1.4
 
 
 def test_slices_of_zeros_and_a_mean_without_ones_own_slice_tell_nothing() -> None:

@@ -304,7 +304,7 @@ class Exchange:
 
     def _check(self, part: int) -> None:
         """Have a mean looked at, where the run has a defence and we have a say. No honest owner lets the
-        slices of most voters count for less than a quarter: only those unlike most do, and do not look."""
+        slices of most voters count for less than a quarter: only those unlike most do, and refuse nothing."""
         state = self.parts[part]
         weights = self.attempt.weights
         counted = dict(state.head[0].contributors if state.head else ())
@@ -314,17 +314,21 @@ class Exchange:
         judges = ({*self._swarm.voters.all()} - {self._swarm.me}) & counted.keys() or counted.keys()
         if 2 * len(cut & judges) > len(judges):
             self.findings[part, state.generation] = state.owner, BAD
-        elif self._swarm.me not in cut and has_a_say(self._swarm.me, self.attempt.shares):
-            self.findings[part, state.generation] = state.owner, None
+        elif has_a_say(self._swarm.me, self.attempt.shares):
+            if self._swarm.me not in cut:
+                self.findings[part, state.generation] = state.owner, None
             place = self.attempt.id, self.attempt.fragment, part, state.generation
             self._outlet.emit(CheckWanted(*place, self._slice(part, self._payload), state.place))
 
     def checked(self, job: CheckWanted, likeness: Likeness) -> None:
         """What a mean is like."""
         state = self.parts[job.part]
-        if state.generation == job.generation:
+        if state.generation != job.generation:
+            return
+        is_true = may_be_true(likeness, 0.0)
+        self._swarm.repute.looked_at(state.owner, likeness.cosine if is_true else -1.0)
+        if (job.part, job.generation) in self.findings:
             self.findings[job.part, job.generation] = state.owner, likeness
-            self._swarm.repute.looked_at(state.owner, likeness.cosine)
 
     @property
     def is_whole(self) -> bool:

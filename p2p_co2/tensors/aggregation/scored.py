@@ -12,7 +12,7 @@ from p2p_co2.tensors.aggregation.base import AggregationRule, Mean, Slices
 from p2p_co2.tensors.aggregation.centred import centred
 
 BENEFIT = 2.0
-"""Of the doubt: times its standing. Scores are noisy."""
+"""Of the doubt, since scores are noisy: times a standing that bears out no more than the median weight."""
 NEWCOMERS = 1 / 10
 """Of the mean: what all newcomers together have, at most. Names are free."""
 
@@ -21,8 +21,8 @@ class ScoredMean(AggregationRule):
     """Who works against this peer counts nothing; the others as in a centred mean, by what they claim or by
     what their scores bear out, whichever is less.
 
-    Law: the cosine of two noisy slices grows as the root of the work behind each. So a score at the median
-    bears out the median weight, and one of half as much a quarter of it.
+    Law: the cosine of two noisy slices grows as the root of the work behind each. So a standing bears out
+    its square times the median weight: who boasts gains nothing (``borne_out``).
 
     Slices of zeros tell nothing. In a table that is used in two ways, whose slices need not agree, and
     without a slice of this peer's, all count as in a centred mean. Price: means depend on who averages.
@@ -38,14 +38,14 @@ class ScoredMean(AggregationRule):
             return Mean(slices.mean(weights), tuple(weights))
         products = slices.products()[0]
         standing = self._standing(slices.peers, products)
-        most = median_low(weights)
-        borne_out = [
-            min(weight, most * (BENEFIT * one) ** 2) for weight, one in zip(weights, standing, strict=True)
+        usual = median_low(weights)
+        believed = [
+            min(weight, usual * borne_out(one)) for weight, one in zip(weights, standing, strict=True)
         ]
-        kept = [index for index, weight in enumerate(borne_out) if weight > 0]
+        kept = [index for index, weight in enumerate(believed) if weight > 0]
         among = centred(
             [[products[row][column] for column in kept] for row in kept],
-            [borne_out[index] for index in kept],
+            [believed[index] for index in kept],
             self.uses,
         )
         counted = [math.ulp(0.0)] * len(weights)
@@ -73,3 +73,8 @@ class ScoredMean(AggregationRule):
             for index, peer in enumerate(peers):
                 if peer in new:
                     counted[index] = max(counted[index] * limit / theirs, math.ulp(0.0))
+
+
+def borne_out(standing: float) -> float:
+    """How many median weights a standing bears out."""
+    return max(standing**2, min(1.0, (BENEFIT * standing) ** 2))
