@@ -607,15 +607,27 @@ class Badge(_message.Message):
     by_person: bytes
     def __init__(self, certificate: _Optional[bytes] = ..., by_run: _Optional[bytes] = ..., by_person: _Optional[bytes] = ...) -> None: ...
 
+class Amendment(_message.Message):
+    __slots__ = ("round", "setting", "value")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SETTING_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    setting: str
+    value: str
+    def __init__(self, round: _Optional[int] = ..., setting: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+
 class Revocation(_message.Message):
-    __slots__ = ("run", "number", "persons")
+    __slots__ = ("run", "number", "persons", "amendments")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     PERSONS_FIELD_NUMBER: _ClassVar[int]
+    AMENDMENTS_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     number: int
     persons: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, run: _Optional[bytes] = ..., number: _Optional[int] = ..., persons: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    amendments: _containers.RepeatedCompositeFieldContainer[Amendment]
+    def __init__(self, run: _Optional[bytes] = ..., number: _Optional[int] = ..., persons: _Optional[_Iterable[bytes]] = ..., amendments: _Optional[_Iterable[_Union[Amendment, _Mapping]]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("run", "process", "after", "badge")
