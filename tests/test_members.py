@@ -24,16 +24,8 @@ from p2p_co2.node.doorkeeper import Doorkeeper
 from p2p_co2.node.network import Network
 from p2p_co2.node.reporting import PROTOCOL, Observer
 from p2p_co2.protocol.reports import MAX_REPORT_BYTES
-from p2p_co2.telemetry.events import (
-    LinkLost,
-    PeerJoined,
-    PeerLeft,
-    PeerStarted,
-    Progress,
-    RoundCommitted,
-    RoundCounted,
-    Warned,
-)
+from p2p_co2.telemetry import events as ev
+from p2p_co2.telemetry.events import LinkLost, PeerJoined, PeerLeft, PeerStarted, RoundCommitted, RoundCounted
 from p2p_co2.ticket import Ticket, kept_seeds
 from p2p_co2.trainer import connect
 from p2p_co2.wire.identity import Identity, unseal
@@ -485,7 +477,7 @@ def test_who_is_revoked_counts_no_more_after_a_round_though_no_seed_is_up(
         assert (tmp_path / "dave" / "revoked").read_bytes() == (tmp_path / "seed" / "revoked").read_bytes()
         for name in ("anna", "dave"):
             assert max(counted(ours, name, carol), default=0.0) <= revoked_at + round_s
-            told = [event.text for event in ours.events(name) if isinstance(event, Warned)]
+            told = [event.text for event in ours.events(name) if isinstance(event, ev.Warned)]
             assert f"from round {first} on outer.lr is 0.25, says the run's organiser" in told
         while where(ours, "dave").versions[0] <= first:
             time.sleep(0.2)
@@ -493,9 +485,9 @@ def test_who_is_revoked_counts_no_more_after_a_round_though_no_seed_is_up(
         assert max(event.round for event in together if event.group_size == 2) > first
 
 
-def where(ours: Swarm, name: str) -> Progress:
+def where(ours: Swarm, name: str) -> ev.Progress:
     """As it said last."""
-    return [event for event in ours.events(name) if isinstance(event, Progress)][-1]
+    return [event for event in ours.events(name) if isinstance(event, ev.Progress)][-1]
 
 
 def counted(ours: Swarm, name: str, peer: str) -> list[float]:

@@ -273,8 +273,8 @@ async def _ask(network: Network, asking: QuestionClient, peer: PeerId, question:
 
 def nobody_answers(listed: int, new: int, last: RunPosition | None, rounds: int) -> FeedState:
     """Of a run whose ``listed`` peers do not answer, ``new`` of them not yet: ``last`` is where it was when
-    they last said so, ``rounds`` its end. Those that left are listed for a while."""
-    if last is not None and last.position >= rounds > 0:
+    they last said so, ``rounds`` its end, unless that was amended. Those that left are listed for a while."""
+    if last is not None and last.position >= (rounds := last.rounds or rounds) > 0:
         return FeedState("connected" if new else "ended", f"the run ended at round {rounds}", rounds)
     words = "nobody trains now"
     if last is not None:

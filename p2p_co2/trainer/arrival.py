@@ -176,7 +176,7 @@ class Beginning:
     def _end(self, last: RunPosition | None) -> int:
         """The round that the run has ended with; 0 if this peer can begin, or go on from before its end."""
         at = self._resumed_at if self._resumed_at is not None else last.position if last is not None else 0.0
-        rounds = self._rounds(at)
+        rounds = (last.rounds if last is not None else 0) or self._rounds(at)
         return rounds if at >= rounds else 0
 
 

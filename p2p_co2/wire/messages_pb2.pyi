@@ -538,7 +538,7 @@ class RunManifest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., config: _Optional[bytes] = ..., recipe_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class RunPosition(_message.Message):
-    __slots__ = ("peer", "run", "position", "versions", "software", "written_at", "stage", "badge")
+    __slots__ = ("peer", "run", "position", "versions", "software", "written_at", "stage", "badge", "rounds")
     PEER_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -547,6 +547,7 @@ class RunPosition(_message.Message):
     WRITTEN_AT_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     BADGE_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
     peer: str
     run: bytes
     position: float
@@ -555,7 +556,8 @@ class RunPosition(_message.Message):
     written_at: float
     stage: int
     badge: Badge
-    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., position: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., software: _Optional[str] = ..., written_at: _Optional[float] = ..., stage: _Optional[int] = ..., badge: _Optional[_Union[Badge, _Mapping]] = ...) -> None: ...
+    rounds: int
+    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., position: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., software: _Optional[str] = ..., written_at: _Optional[float] = ..., stage: _Optional[int] = ..., badge: _Optional[_Union[Badge, _Mapping]] = ..., rounds: _Optional[int] = ...) -> None: ...
 
 class Signed(_message.Message):
     __slots__ = ("signer", "content", "signature")

@@ -181,10 +181,8 @@ class Trainer:
             assert world is not None
             environment = world.environment(self.identity)
         self.terms = environment.members.terms
-        fragments = [
-            FragmentState(RUN, codec, self.me, state, index, terms=self.terms)
-            for index, state in enumerate(states)
-        ]
+        known = RUN, codec, self.me
+        fragments = [FragmentState(*known, one, at, terms=self.terms) for at, one in enumerate(states)]
         self.ledger = TensorWorker(codec, fragments, thread=cast(Any, Inline()))
         self.group, blocks = environment.group, tuple(codec.blocks(f.numel) for f in plan.fragments)
         self.shape = PayloadShape(codec.block_bytes, blocks, chunk_bytes=self.ledger.chunk_bytes)
