@@ -50,7 +50,7 @@ TOO_LARGE = {
 """The classes that may be larger than the rule, each with its reason."""
 REACHED = {
     "product lines": 55_677,
-    "test lines": 41_775,
+    "test lines": 41_778,
     "module constants of time": 123,
     "numeric module constants": 506,
     "test functions that start processes": 76,
