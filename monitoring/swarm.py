@@ -108,7 +108,7 @@ def _rounds_total(known: Known, peers: Sequence[PeerFacts]) -> int:
     heard = [known.view.peers[one.peer].progress.rounds for one in peers if one.peer in known.view.peers]
     told = Counter(rounds for rounds in heard if rounds >= 0)
     of_file = known.run.clock.rounds if known.run else 0
-    return told.most_common(1)[0][0] if told else of_file
+    return told.most_common(1)[0][0] if told else known.state.rounds or of_file
 
 
 def _finite(event: ev.AgreedMeasured | None) -> dict[str, float]:

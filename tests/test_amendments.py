@@ -73,7 +73,6 @@ def test_each_round_has_the_settings_that_were_said_for_it_in_whatever_order() -
     terms.news.clear()
     terms.amend([lr(20, "0.5")])  # the newest word holds, all of it
     assert terms.at(50).outer.lr == 0.5
-    assert terms.rounds(99) == 100
     assert not terms.news
 
 
@@ -244,7 +243,8 @@ def test_where_the_run_ends_is_asked_at_each_position() -> None:
     nobody.run_position = lambda: RunPosition(position=300.0, rounds=300)
     with pytest.raises(RunOver, match="round 300"):  # also for a newcomer, which has not heard
         Beginning(nobody, RunTerms(run).rounds, None, False).refuse_if_over()  # type: ignore[arg-type]
-    assert nobody_answers(0, 0, nobody.run_position(), 60).words == "the run ended at round 300"
+    ended = nobody_answers(0, 0, nobody.run_position(), 60)
+    assert swarm_facts(Known(fold([]), 3.0, run=run, state=ended)).rounds_total == 300
     terms.amend([rounds(50, 0)])
     assert not account.is_over(1e6)
 
@@ -292,14 +292,12 @@ def test_the_book_keeps_what_was_amended_beside_who_was_revoked(
     for said in (lr(20), rounds(30, 300), lr(20, "0.5")):
         book.keep(book.amend(said))
     book.revoke("anna")
-    kept = book.revocation()
-    assert list(kept.amendments) == [rounds(30, 300), lr(20, "0.5")]
-    assert len(kept.persons) == 1
+    assert list(book.revocation().amendments) == [rounds(30, 300), lr(20, "0.5")]
     command("amend", "--folder", str(folder))
     assert capsys.readouterr().out.splitlines()[1:] == ["from round 30 on: clock.rounds = 300"]
     book.keep(book.amend(lr(40)))
-    assert book.revocation().persons == kept.persons
     before = book.revocation()
+    assert len(before.persons) == 1
     with pytest.raises(TransportError, match="nothing is amended, for no peer was told"):
         amend(book, "outer.lr", "0.25", 50, print)
     assert book.revocation() == before

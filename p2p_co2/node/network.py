@@ -433,7 +433,7 @@ class Network:
         if is_last or self._is_due("position", MESSAGE_TIMEOUT_S):
             said = RunPosition(position=position, versions=versions, software=self.software)
             said.stage = self.holds.stage or 0
-            said.rounds = self.door.members.terms.rounds(position)
+            said.rounds = self.door.members.terms.rounds(math.inf)
             said.MergeFrom(RunPosition(badge=self.door.members.badge))
             await self.discovery.publish_position(said)
             self._done_at["position"] = time.monotonic()

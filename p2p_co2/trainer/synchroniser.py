@@ -422,7 +422,7 @@ class Synchroniser:
             inner_steps=self.inner_steps, tokens=figures.tokens, tokens_per_s=figures.tokens_per_s,
             loss=figures.loss, train_s=figures.train_s, exposed_s=figures.exposed_s,
             wall_s=figures.wall_s(now), up_bytes=up_bytes, down_bytes=down_bytes,
-            versions=tuple(self.versions), rounds=self.account.terms.rounds(self.position),
+            versions=tuple(self.versions), rounds=self.account.terms.rounds(math.inf),
         )  # fmt: skip
 
     def _show(self) -> None:
