@@ -58,7 +58,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
     is_old = agreed is None or (training is not None and is_behind(agreed.position, at))
     staleness = view.staleness
     aborts = sum((of_stage.aborts for of_stage in known.outcomes.values()), Counter())
-    rounds_total = run.clock.rounds if run else 0
+    rounds_total = _rounds_total(known, figures)
     told = [peer for peer in peers if peer.state != "unknown" or peer.peer in known.sightings]
     has_ended = at >= rounds_total > 0 and all(peer.state != "training" for peer in peers)
     have_left = bool(told) and all(peer.state in OVER for peer in told)
@@ -101,6 +101,14 @@ def swarm_facts(known: Known) -> SwarmFacts:
         abort_reasons=dict(aborts.most_common(16)), troubles=wrong, stages=shown, peers=peers,
         rounds=tuple(sorted(newest, key=lambda facts: -facts.at)),
     )  # fmt: skip
+
+
+def _rounds_total(known: Known, peers: Sequence[PeerFacts]) -> int:
+    """When the run ends, as most of ``peers`` say, for its organiser may have amended it; 0 for never."""
+    heard = [known.view.peers[one.peer].progress.rounds for one in peers if one.peer in known.view.peers]
+    told = Counter(rounds for rounds in heard if rounds >= 0)
+    of_file = known.run.clock.rounds if known.run else 0
+    return told.most_common(1)[0][0] if told else known.state.rounds or of_file
 
 
 def _finite(event: ev.AgreedMeasured | None) -> dict[str, float]:

@@ -32,7 +32,7 @@ class Place:
         self.membership = Membership(ME)
         self.state = PeerState(ME, [at(version) for version in versions])
         self.agreement = Agreement(self.membership, self.state)
-        times = Times(lambda: self.now, lambda: self.now, 0.25, rounds)
+        times = Times(lambda: self.now, lambda: self.now, 0.25, lambda at: rounds)
         self.writer = StatusWriter(self.state, self.membership, times, Status(process=1), lambda: 0.0)
         fetches: Any = SimpleNamespace(busy=lambda: self.busy, moves=lambda now, within_s: self.moves)
         self.progress = SwarmProgress(

@@ -50,8 +50,8 @@ TOO_LARGE = {
 }
 """The classes that may be larger than the rule, each with its reason."""
 REACHED = {
-    "product lines": 55_417,
-    "test lines": 41_427,
+    "product lines": 55_680,
+    "test lines": 41_776,
     "module constants of time": 123,
     "numeric module constants": 506,
     "test functions that start processes": 76,

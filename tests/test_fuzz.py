@@ -40,7 +40,6 @@ from p2p_co2.wire.members import (
     Members,
     Pass,
     read_certificate,
-    read_revocation,
 )
 from tests.fuzz.play import LIAR, Game, rounds_world, stages_world, world_for
 from tests.fuzz.world import RUN, World, check_bounds, make_identity, run_virtual
@@ -57,7 +56,7 @@ def examples_of(count: int) -> settings:
 
 chances = st.builds(random.Random, st.integers(0, 2**32))
 STRANGER = LIAR.peer_id
-HARMLESS = {"leave", "refusal", "model_table", "declined", "dropped", "revoked"}
+HARMLESS = {"leave", "refusal", "model_table", "declined", "dropped"}
 """Kinds that hold nothing wrong, or are only not about what the receiver knows."""
 
 
@@ -135,12 +134,22 @@ CONFIG = RunConfig(name="fuzz").canonical_bytes()
 DIGEST = RunConfig(name="fuzz").digest()
 NOW = 1.7e9
 EXPECTED = (RemoteProtocolError, TransportError)
+AMENDMENT = wire.Amendment(round=9, setting="outer.lr", value="0.25")
 ANNA = Pass.issue(US, DIGEST, "anna", NOW + 60)
 BADGE = ANNA.badge(DIGEST, THEM.peer_id)
 
 
 def members() -> Members:
     return Members(DIGEST, US.peer_id, True, lambda: NOW)
+
+
+def amends(said: wire.Revocation) -> None:
+    """All of it, or nothing."""
+    asked = members()
+    try:
+        asked.take(US.seal(REVOKED_CONTEXT, said.SerializeToString()))
+    finally:
+        assert bool(asked.sealed) or asked.terms.at(1e9) == RunConfig()
 
 
 def hello(data: bytes) -> None:
@@ -217,8 +226,12 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
         lambda data: members().take(parsed(wire.Revoked, data).sealed),
     ),
     wire.Revocation: (
-        wire.Revocation(run=DIGEST, number=1, persons=[bytes(32)]),
-        lambda data: read_revocation(DIGEST, US.peer_id, US.seal(REVOKED_CONTEXT, data)),
+        wire.Revocation(run=DIGEST, number=1, persons=[bytes(32)], amendments=[AMENDMENT]),
+        lambda data: amends(parsed(wire.Revocation, data)),
+    ),
+    wire.Amendment: (
+        AMENDMENT,
+        lambda data: amends(wire.Revocation(run=DIGEST, number=1, amendments=[parsed(wire.Amendment, data)])),
     ),
     wire.ReportRequest: (
         wire.ReportRequest(run=DIGEST, process=1, after=3, badge=BADGE),

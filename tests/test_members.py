@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bootstrap.members import KNOWN, Book, revoke
+from bootstrap.members import KNOWN, Book, amend, revoke
 from p2p_co2.cli.main import main
 from p2p_co2.config import ClockConfig, PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, RemoteProtocolError, TicketError, TransportError
@@ -23,6 +23,7 @@ from p2p_co2.node.doorkeeper import Doorkeeper
 from p2p_co2.node.network import Network
 from p2p_co2.node.reporting import PROTOCOL, Observer
 from p2p_co2.protocol.reports import MAX_REPORT_BYTES
+from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.events import LinkLost, PeerJoined, PeerLeft, PeerStarted, RoundCommitted, RoundCounted
 from p2p_co2.ticket import Ticket, kept_seeds
 from p2p_co2.trainer import connect
@@ -313,7 +314,7 @@ def test_the_book_revokes_every_ticket_of_a_name_and_forgets_what_has_expired(
 
 
 def test_who_is_revoked_while_a_link_is_ended_is_seen_to_at_once(tmp_path: Path) -> None:
-    keeper = Doorkeeper(US.peer_id, Ticket(RUN, KEY.peer_id, (SEED,)), tmp_path, is_closed=True)
+    keeper = Doorkeeper(US.peer_id, Ticket(RUN, KEY.peer_id, (SEED,)), tmp_path, RunConfig(members=True))
     anna, bob = issue(days=1e4), issue(days=1e4)
     other = Identity.generate().peer_id
     for admits, peer in ((anna, ANNA.peer_id), (bob, other), (issue(days=1e4), US.peer_id)):
@@ -465,6 +466,9 @@ def test_who_is_revoked_counts_no_more_after_a_round_though_no_seed_is_up(
             assert max(others) > revoked_at + round_s  # the rest goes on
         lost = [event.reason for event in ours.events("carol") if isinstance(event, LinkLost)]
         assert any("revoked" in reason for reason in lost), lost
+        first = max(made(ours, "anna")) + 6
+        amend(book, "outer.lr", "0.25", first, said.append)
+        assert said[1] == f"from round {first} on outer.lr is 0.25; 1 peers were told, and tell the others"
         ours.processes["bob"].kill()
         ours.processes["bob"].wait()
         joins(ours, "dave", seeds=kept_seeds(book.folder, book.ticket.run, KNOWN))
@@ -472,6 +476,16 @@ def test_who_is_revoked_counts_no_more_after_a_round_though_no_seed_is_up(
         assert (tmp_path / "dave" / "revoked").read_bytes() == (tmp_path / "seed" / "revoked").read_bytes()
         for name in ("anna", "dave"):
             assert max(counted(ours, name, carol), default=0.0) <= revoked_at + round_s
+            told = [event.text for event in ours.events(name) if isinstance(event, ev.Warned)]
+            assert f"from round {first} on outer.lr is 0.25, says the run's organiser" in told
+        while max(made(ours, "dave")) <= first:  # together, so the bits are the same
+            time.sleep(0.2)
+
+
+def made(ours: Swarm, name: str) -> list[int]:
+    """Rounds that ``name`` committed with another."""
+    events = ours.events(name)
+    return [event.round for event in events if isinstance(event, RoundCommitted) and event.group_size > 1]
 
 
 def counted(ours: Swarm, name: str, peer: str) -> list[float]:

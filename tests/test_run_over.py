@@ -85,7 +85,7 @@ class Alone:
 def beginning(alone: Alone, rounds: int = 60, saved: float | None = None, over: bool = False) -> Any:
     """A ``Beginning`` whose node hears what ``alone`` does."""
     thread: Any = alone
-    made = Beginning(thread, rounds, saved, over)
+    made = Beginning(thread, lambda at: rounds, saved, over)
     return SimpleNamespace(
         refuse_if_over=made.refuse_if_over,
         is_allowed=lambda has_waited: made.is_allowed(thread, has_waited),

@@ -43,6 +43,7 @@ GROUPS: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
         "plan": (organise.plan, "What a run costs on given links, and whether they bear it."),
         "rehearse": (organise.rehearse, "The run over slowed lines, on this machine."),
         "seed": (organise.seed, "Publish a run and print its ticket."),
+        "amend": (organise.amend, "A setting is another from a round on."),
         "invite": (organise.invite, "A ticket for one person, in a run with members."),
         "members": (organise.members, "Whom you invited, and until when."),
         "revoke": (organise.revoke, "A person's tickets hold no more."),

@@ -1,5 +1,5 @@
-"""The commands of whoever organises a run: ``init``, ``plan``, ``rehearse``, ``seed``, and of its members:
-``invite``, ``members`` and ``revoke``."""
+"""The commands of whoever organises a run: ``init``, ``plan``, ``rehearse``, ``seed``, ``amend``, and of its
+members: ``invite``, ``members`` and ``revoke``."""
 
 from __future__ import annotations
 
@@ -113,3 +113,30 @@ def revoke(name: _Name, folder: _SeedFolder = None) -> None:
     from bootstrap.members import revoke as revoke_member
 
     revoke_member(Book(folder), name, lambda text: print(text, file=sys.stderr))
+
+
+def amend(
+    change: Annotated[
+        str, typer.Argument(metavar="SETTING=VALUE", show_default=False, help="Such as outer.lr=0.5.")
+    ] = "",
+    first: Annotated[
+        int | None,
+        says("Have it hold from this round on; some ten rounds ahead, if absent.", "--from", metavar="ROUND"),
+    ] = None,
+    folder: Annotated[
+        Path | None, says("Use the folder of the run's first seed; the only one here, if absent.")
+    ] = None,
+) -> None:
+    """Change a setting of a run that goes on: how many rounds it has, or the rates of the outer step. The
+    peers that are up are told, and tell each other and whoever comes. Without SETTING=VALUE, list what was
+    amended."""
+    from bootstrap.members import Book
+    from bootstrap.members import amend as amend_run
+
+    book = Book(folder, of_any=True)
+    setting, _, value = change.partition("=")
+    if change:
+        amend_run(book, setting.strip(), value.strip(), first, lambda text: print(text, file=sys.stderr))
+        return
+    for one in sorted(book.revocation().amendments, key=lambda one: one.round):
+        print(f"from round {one.round} on: {one.setting} = {one.value}")

@@ -1,8 +1,8 @@
 """Who may take part in what this process does, itself included; who may not any more is hung up on.
 
-The newest revocation lies in the peer's folder (``revoked``), so it holds for a peer that comes back while no
-seed is up. Messages of those who are out are refused by ``GroupSwitch``, links to them by ``find_record``;
-the links that were open before are ended here.
+The newest revocation lies in the peer's folder (``revoked``), with what is amended, so it holds for a peer
+that comes back while no seed is up. Messages of those who are out are refused by ``GroupSwitch``, links to
+them by ``find_record``; the links that were open before are ended here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from p2p_co2.config import RunConfig
 from p2p_co2.errors import RemoteProtocolError, TicketError
 from p2p_co2.net.transport.base import Carrier
 from p2p_co2.system.folders import keep_private
@@ -25,16 +26,16 @@ from p2p_co2.wire.messages_pb2 import Badge
 
 
 class Doorkeeper:
-    """Of the process with ``folder``, in the run that ``ticket`` invites to. ``enter`` first, and ``keep`` it
-    up as a task. ``members``: who may take part, this process included."""
+    """Of the process with ``folder``, in the ``run`` that ``ticket`` invites to. ``enter`` first, and
+    ``keep`` it up as a task. ``members``: who may take part, this process included."""
 
-    def __init__(self, me: PeerId, ticket: Ticket, folder: Path, is_closed: bool = False) -> None:
+    def __init__(self, me: PeerId, ticket: Ticket, folder: Path, run: RunConfig) -> None:
         self._me = me
         self._ticket = ticket
         self._folder = folder
         self._invited = ""
         """The ticket that was written into the folder last."""
-        self.members = Members(ticket.run, ticket.run_key, is_closed)
+        self.members = Members(ticket.run, ticket.run_key, run.members, settings=run)
         self.news = ""
         """What this peer's owner should know; empty if there is nothing."""
         self._changed = asyncio.Event()

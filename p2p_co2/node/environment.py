@@ -170,7 +170,7 @@ class Environment:
         open_message: Callable[[bytes, bytes], Opened] = opened, group: RunGroup | None = None,
         members: Members | None = None,
     ) -> None:  # fmt: skip
-        self.members = members or Members(network.run.digest())
+        self.members = members or Members(network.run.digest(), settings=network.run)
         self.network = network
         self._group = group or RunGroup.whole(network.run)
         self.clock = clock or Clock()

@@ -293,7 +293,7 @@ class Network:
         self.config = listening(config, ticket)
         self.ticket = ticket
         self.run = RunConfig()
-        self.door = Doorkeeper(identity.peer_id, ticket, config.folder)
+        self.door = Doorkeeper(identity.peer_id, ticket, config.folder, self.run)
         """Of this run once it is open."""
         self.carriers: tuple[Carrier, ...] = ()
         self.clock_doubt = ""
@@ -352,7 +352,7 @@ class Network:
         if self.run.digest() != self.ticket.run:
             fix = "ask for a new ticket"
             raise TicketError(f"the run's settings are not the ones this ticket was made for; {fix}")
-        self.door = Doorkeeper(self.identity.peer_id, self.ticket, config.folder, self.run.members)
+        self.door = Doorkeeper(self.identity.peer_id, self.ticket, config.folder, self.run)
         self.door.enter()
         await self.records.search()
         if self._news:
@@ -433,6 +433,7 @@ class Network:
         if is_last or self._is_due("position", MESSAGE_TIMEOUT_S):
             said = RunPosition(position=position, versions=versions, software=self.software)
             said.stage = self.holds.stage or 0
+            said.rounds = self.door.members.terms.rounds(math.inf)
             said.MergeFrom(RunPosition(badge=self.door.members.badge))
             await self.discovery.publish_position(said)
             self._done_at["position"] = time.monotonic()

@@ -67,7 +67,7 @@ class Node(Shell):
         by_time = pace.mode == "time"
         rounds_per_s = 1.0 / pace.round_s if by_time else 0.0
         times = Times(
-            self.now, self.clock.monotonic, rounds_per_s, pace.rounds,
+            self.now, self.clock.monotonic, rounds_per_s, environment.members.terms.rounds,
             lambda now: environment.switch.elsewhere(now, rounds_per_s),
         )  # fmt: skip
         # the machines

@@ -273,14 +273,15 @@ async def _ask(network: Network, asking: QuestionClient, peer: PeerId, question:
 
 def nobody_answers(listed: int, new: int, last: RunPosition | None, rounds: int) -> FeedState:
     """Of a run whose ``listed`` peers do not answer, ``new`` of them not yet: ``last`` is where it was when
-    they last said so, ``rounds`` its end. Those that left are listed for a while."""
+    they last said so, ``rounds`` its end, unless that was amended. Those that left are listed for a while."""
+    rounds = (last.rounds if last is not None else 0) or rounds
     if last is not None and last.position >= rounds > 0:
-        return FeedState("connected" if new else "ended", f"the run ended at round {rounds}", rounds)
+        return FeedState("connected" if new else "ended", f"the run ended at round {rounds}", rounds, rounds)
     words = "nobody trains now"
     if last is not None:
         words = f"all left at round {last.position:.1f}; the run goes on when one with a checkpoint is back"
     seen = f"0 of {listed} peers answer" if listed else f"the seed answers, but no peer is listed: {words}"
-    return FeedState("connected", seen, last.position if last is not None else 0.0)
+    return FeedState("connected", seen, last.position if last is not None else 0.0, rounds)
 
 
 async def _until_daemon_ends(network: Network) -> None:

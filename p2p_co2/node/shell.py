@@ -201,6 +201,7 @@ class Shell:
             self._links = links
             part = partial(_part, self)
             environment.members.changed.append(part)
+            _tell_terms(self)
             background = [tasks.create_task(work) for work in (*self._works(), self._keep_time())]
             await self.life.stopping.wait()
             for task in background:
@@ -328,8 +329,10 @@ class Shell:
 
 
 def _part(shell: Shell) -> None:
-    """Others may take part than before: tell all, and go on without those who may not."""
+    """Others may take part than before, or something is amended: tell all, and go on without those who may
+    not."""
     membership = shell.membership
+    _tell_terms(shell)
     _pass_on(shell, list(membership.live))
     for peer in list(membership.live):
         if trouble := shell.environment.members.trouble_with(peer):
@@ -338,8 +341,15 @@ def _part(shell: Shell) -> None:
 
 
 def _pass_on(shell: Shell, peers: Iterable[PeerId]) -> None:
-    """Tell ``peers`` whose tickets were revoked."""
+    """Tell ``peers`` whose tickets were revoked, and what is amended."""
     if sealed := shell.environment.members.sealed:
         message = unsent(Revoked(sealed=sealed), head_of(shell.environment.group))
         for peer in peers:
             shell.links.post(peer, message, bulk=False)
+
+
+def _tell_terms(shell: Shell) -> None:
+    """Tell this peer's owner what is amended, in one of its groups."""
+    news = shell.environment.members.terms.news
+    while news:
+        shell.report(ev.Warned, text=news.pop(0))

@@ -27,13 +27,13 @@ heartbeat."""
 @dataclass(frozen=True)
 class Times:
     """``now``: the machines' clock; ``monotonic``: the one that positions are given in. ``rounds_per_s``: how
-    fast positions move by themselves; 0 if they count inner steps. ``rounds``: when the run ends; 0 for
-    never. ``elsewhere``: positions of peers of other groups that share the run's clock."""
+    fast positions move by themselves; 0 if they count inner steps. ``rounds``: when the run ends, as it is at
+    a position; 0 for never. ``elsewhere``: positions of peers of other groups that share the run's clock."""
 
     now: Callable[[], float]
     monotonic: Callable[[], float]
     rounds_per_s: float = 0.0
-    rounds: int = 0
+    rounds: Callable[[float], int] = lambda position: 0
     elsewhere: Callable[[float], list[float]] = lambda now: []
 
 
@@ -80,18 +80,19 @@ class StatusWriter:
     def rests(self) -> bool:
         """Whether this peer only trains, or pauses, and the run's end is not near: it has little to tell."""
         local = self._state.local
-        rounds = self._times.rounds
         if local.phase not in (Status.TRAINING, Status.PAUSED) or local.finished:
             return False
-        return not rounds or self.position() < rounds - ENDS_ROUNDS
+        position = self.position()
+        rounds = self._times.rounds(position)
+        return not rounds or position < rounds - ENDS_ROUNDS
 
     def position(self) -> float:
         """This peer's position now: what the training thread last said, carried on by the clock. Who takes no
         more steps stands at the run's end, though a last step or a pause may have brought it further."""
         local = self._state.local
         times = self._times
-        if local.is_over and times.rounds:
-            return min(local.position, times.rounds)
+        if local.is_over and (rounds := times.rounds(local.position)):
+            return min(local.position, rounds)
         moving = local.phase == Status.TRAINING and not local.is_over
         elapsed_s = times.monotonic() - local.position_at if moving else 0.0
         return max(0.0, local.position + elapsed_s * times.rounds_per_s)

@@ -144,10 +144,11 @@ def _progress_printer(run: RunConfig, folder: Path) -> EventSink:
             return
         told_at = event.at
         words = f"round {event.position:.1f}"
-        if clock.rounds:
-            words += f" of {clock.rounds}"
-        if clock.rounds and clock.mode == "time":
-            left_s = max(0.0, clock.rounds - event.position) * clock.round_s
+        rounds = clock.rounds if event.rounds < 0 else event.rounds
+        if rounds:
+            words += f" of {rounds}"
+        if rounds and clock.mode == "time":
+            left_s = max(0.0, rounds - event.position) * clock.round_s
             words += f", {left_s // 60:.0f}:{left_s % 60:02.0f} left"
         if event.phase == "paused":
             words += ", resting"

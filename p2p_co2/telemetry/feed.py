@@ -38,11 +38,13 @@ class News:
 @dataclass(frozen=True)
 class FeedState:
     """``phase``: "connecting", "connected", "lost" or "ended"; ``words``: what a person should know of it.
-    ``position``: in rounds, where the run was when those that do not answer last said so; 0: not known."""
+    ``position``: in rounds, where the run was when those that do not answer last said so; 0: not known.
+    ``rounds``: when it ends, likewise."""
 
     phase: str = "connecting"
     words: str = ""
     position: float = 0.0
+    rounds: int = 0
 
 
 class Feed:

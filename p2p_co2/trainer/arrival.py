@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections.abc import Callable
 from dataclasses import replace
 
 from p2p_co2.config import ClockConfig
@@ -109,11 +110,13 @@ class Arrival:
 
 
 class Beginning:
-    """Whether a peer may begin without having met anybody. ``rounds``: when the run ends, 0 for never.
-    ``resumed_at``: the position, in rounds, of the checkpoint that this peer goes on from; None without
-    one."""
+    """Whether a peer may begin without having met anybody. ``rounds``: when the run ends, as it is at a
+    position; 0 for never. ``resumed_at``: the position, in rounds, of the checkpoint that this peer goes on
+    from; None without one."""
 
-    def __init__(self, part: Participation, rounds: int, resumed_at: float | None, start_over: bool) -> None:
+    def __init__(
+        self, part: Participation, rounds: Callable[[float], int], resumed_at: float | None, start_over: bool
+    ) -> None:
         self._part = part
         self._rounds = rounds
         self._resumed_at = resumed_at
@@ -122,11 +125,11 @@ class Beginning:
 
     def refuse_if_over(self) -> None:
         """Before anything large is made: raises ``RunOver`` if the run has ended and nobody is listed."""
-        if self._is_allowed or not self._rounds:
+        if self._is_allowed or not self._rounds(0.0):
             return
         with contextlib.suppress(TransportError):  # it is asked once more before anything is begun
-            if self._is_over(self._part.run_position()) and self._part.is_listed_empty():
-                raise RunOver(self._rounds)
+            if (end := self._end(self._part.run_position())) and self._part.is_listed_empty():
+                raise RunOver(end)
 
     def is_allowed(self, node: Node, has_waited: bool) -> bool:
         """Whether to begin. False: wait, somebody that is heard may be about to come back with the state.
@@ -152,8 +155,8 @@ class Beginning:
     def _judge(self, last: RunPosition | None) -> None:
         """Allow or refuse, and tell what is lost. ``last``: where the run was when it was heard of last."""
         resumed_at = self._resumed_at
-        if self._is_over(last):
-            self._refusal = RunOver(self._rounds)
+        if end := self._end(last):
+            self._refusal = RunOver(end)
         elif last is not None and resumed_at is None:
             stage = self._part.network.holds.stage
             how = "--start-over" if stage is None else f"--stage {stage} --restart-stage"
@@ -170,11 +173,11 @@ class Beginning:
                     "if a peer has a later checkpoint, stop, and start that one first"
                 )
 
-    def _is_over(self, last: RunPosition | None) -> bool:
-        """Whether the run has ended, unless this peer can go on from before its end."""
-        if self._resumed_at is not None:
-            return self._resumed_at >= self._rounds > 0
-        return last is not None and last.position >= self._rounds > 0
+    def _end(self, last: RunPosition | None) -> int:
+        """The round that the run has ended with; 0 if this peer can begin, or go on from before its end."""
+        at = self._resumed_at if self._resumed_at is not None else last.position if last is not None else 0.0
+        rounds = (last.rounds if last is not None else 0) or self._rounds(at)
+        return rounds if at >= rounds else 0
 
 
 def caught_up(

@@ -195,13 +195,14 @@ class Connection:
             problem = f"this run has no stages, each peer holds the whole model (got {self.config.stage})"
             raise ConfigError.of_option("--stage", f"{problem}; leave it out")
         fragments = plan_fragments(model, self.run.fragments)
-        plan = TrainingSetup(self.run, self.config, fragments, model, optimizer, stage, group)
+        terms = self._part.network.door.members.terms
+        plan = TrainingSetup(self.run, self.config, fragments, model, optimizer, stage, group, terms)
         if group is not None:
             group.ranks.tell("begin", self.run.canonical_bytes().decode())
         saved = self._load(plan, False if start_over else resume)
         is_resumed = saved is not None
         position = None if saved is None else saved.position
-        beginning = Beginning(self._part, self.run.clock.rounds, position, start_over)
+        beginning = Beginning(self._part, terms.rounds, position, start_over)
         beginning.refuse_if_over()
         ledger, progressed = self._restored(plan, saved, is_scheduled=learning_rate is not None)
         saved = None  # its memory is the worker's to let go
@@ -354,7 +355,8 @@ class Connection:
         ]  # fmt: skip
         uses = 2 if plan.stage == self.run.pipeline.stages else 1  # the tied table's group
         fragments = [
-            FragmentState(self.run, codec, me, state, index, uses) for index, state in enumerate(states)
+            FragmentState(self.run, codec, me, state, index, uses, plan.terms)
+            for index, state in enumerate(states)
         ]
         ledger = TensorWorker(codec, fragments, get_rule(self.run.aggregation.rule, uses, me))
         if saved is None:

@@ -33,6 +33,7 @@ from p2p_co2.tensors.outer import AgreedState, Merge
 from p2p_co2.tensors.private import is_batch_norm, is_fully_sharded
 from p2p_co2.tensors.sharding import is_sharded, shard, trouble_with_cut
 from p2p_co2.trainer.ranks.parameters import Group, RankedParameters
+from p2p_co2.wire.terms import RunTerms
 
 EXCHANGED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ASKED_OF_AN_OPTIMIZER = ("param_groups", "state", "state_dict", "load_state_dict")
@@ -46,7 +47,7 @@ _FROM_THE_START = (
 class TrainingSetup:
     """What a peer trains, and with what: the agreed run, its own config, the cut model, the inner
     optimizer. ``stage``: the one that ``model`` is; None if it is the whole model. ``group``: the ranks
-    that hold it together, if this is one of some."""
+    that hold it together, if this is one of some. ``terms``: the run's, if they may be amended."""
 
     run: RunConfig
     config: PeerConfig
@@ -55,6 +56,7 @@ class TrainingSetup:
     optimizer: Optimizer
     stage: int | None = None
     group: Group | None = None
+    terms: RunTerms | None = None
 
     def live(self) -> LiveParameters:
         """The parameters in training, by fragment."""

@@ -119,7 +119,7 @@ class Peer:
         self._ledger = ledger
         self._plan = plan
         self._model = ExchangedModel(plan, part.warn)
-        self._sync = Synchroniser(plan.run, self._model, ledger, part.view, start)
+        self._sync = Synchroniser(plan.run, self._model, ledger, part.view, start, terms=plan.terms)
         self._saver = Saver(plan, ledger, self._sync, self._model.live, part.report)
         self.rates = rates
         self._saver.data_place = lambda: start.data

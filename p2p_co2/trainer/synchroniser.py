@@ -41,6 +41,7 @@ from p2p_co2.wire.schedule import (
     SwarmClock,
     WorkAccount,
 )
+from p2p_co2.wire.terms import RunTerms
 
 REPORT_EVERY_S = 1.0
 """How often a peer tells of itself. One that rests does so a tenth as often, and sees within a tenth of it
@@ -103,7 +104,7 @@ class Synchroniser:
 
     def __init__(
         self, run: RunConfig, model: ExchangedModel, ledger: TensorWorker, wire: NodeView, start: Progressed,
-        source: Source = SYSTEM,
+        source: Source = SYSTEM, terms: RunTerms | None = None,
     ) -> None:  # fmt: skip
         self._run = run
         self._model = model
@@ -117,7 +118,8 @@ class Synchroniser:
         self._advanced_at = now
         self.inner_steps = start.inner_steps
         self.figures = Figures(start.tokens, now)
-        self.account = WorkAccount(run, start.tokens, [agreed.version for agreed in ledger.agreed()])
+        versions = [agreed.version for agreed in ledger.agreed()]
+        self.account = WorkAccount(run, start.tokens, versions, terms)
         self._held: deque[tuple[int, FragmentOutcome]] = deque()
         """Outcomes that wait for ``sync_delay_steps``: (inner step at which they may be applied, outcome)."""
         self.activity = Activity.TRAINING
@@ -420,7 +422,7 @@ class Synchroniser:
             inner_steps=self.inner_steps, tokens=figures.tokens, tokens_per_s=figures.tokens_per_s,
             loss=figures.loss, train_s=figures.train_s, exposed_s=figures.exposed_s,
             wall_s=figures.wall_s(now), up_bytes=up_bytes, down_bytes=down_bytes,
-            versions=tuple(self.versions),
+            versions=tuple(self.versions), rounds=self.account.terms.rounds(math.inf),
         )  # fmt: skip
 
     def _show(self) -> None:

@@ -3,7 +3,8 @@
 The run's key signs a ``Certificate`` of each person's key. Each machine of that person shows a ``Badge``: the
 certificate, and the person's signature over the machine's peer id. It stands in every hello, record and
 question to a peer. ``Members`` of each process checks them, so no seed need be up. A ``Revocation`` lists
-whose certificates hold no more; the one with the highest number is kept, and passed on.
+whose certificates hold no more, and in any run what is amended (``terms``). The one with the highest number
+is kept, and passed on.
 
 Law: whoever shows nothing, or something forged, is refused before anything of it is kept. Price: two
 signatures to check when a peer is met, and one person may come with many machines.
@@ -19,11 +20,13 @@ from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from p2p_co2.errors import Offence, RemoteProtocolError
+from p2p_co2.config import RunConfig
+from p2p_co2.errors import ConfigError, Offence, RemoteProtocolError
 from p2p_co2.wire.identity import Identity, PeerId, parsed, peer_id_of, unseal, verify
 from p2p_co2.wire.limits import MAX_PEERS, MAX_REVOCATION_BYTES, MAX_REVOKED
 from p2p_co2.wire.messages_pb2 import Badge, Certificate, PeerRecord, Revocation, RunPosition
 from p2p_co2.wire.names import is_name
+from p2p_co2.wire.terms import MAX_AMENDMENTS, RunTerms, is_bounded
 
 MEMBER_CONTEXT = b"p2p-co2 member"
 MACHINE_CONTEXT = b"p2p-co2 member's machine"
@@ -75,6 +78,8 @@ def read_revocation(run: bytes, run_key: PeerId, sealed: bytes) -> Revocation:
     signer, content = unseal(REVOKED_CONTEXT, sealed)
     revocation = parsed(Revocation, content)
     is_whole = len(revocation.persons) <= MAX_REVOKED and all(len(one) == 32 for one in revocation.persons)
+    is_whole = is_whole and len(revocation.amendments) <= MAX_AMENDMENTS
+    is_whole = is_whole and all(map(is_bounded, revocation.amendments))
     if signer != run_key or revocation.run != run or not is_whole:
         raise RemoteProtocolError("wrong revocation", "not by this run's key, of another run, or too long")
     return revocation
@@ -82,14 +87,15 @@ def read_revocation(run: bytes, run_key: PeerId, sealed: bytes) -> Revocation:
 
 class Members:
     """What one process knows of who may take part. A run that is not ``is_closed`` is everybody's, but for
-    those whom this peer's owner banned. ``clock``: unix seconds. One thread."""
+    those whom this peer's owner banned. ``clock``: unix seconds. ``settings``: the run's. One thread."""
 
     def __init__(
         self, run: bytes, run_key: PeerId | None = None, is_closed: bool = False,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.time, settings: RunConfig | None = None,
     ) -> None:  # fmt: skip
         self._run = run
-        self._run_key = run_key or peer_id_of(bytes(32))
+        self._run_key = run_key or Identity.generate().peer_id  # nobody's
+        self.terms = RunTerms(settings or RunConfig())
         self.is_closed = is_closed
         self._clock = clock
         self.badge: Badge | None = None
@@ -97,7 +103,7 @@ class Members:
         self.sealed = b""
         """The newest revocation; empty if there is none."""
         self.changed: list[Callable[[], None]] = []
-        """What is called when others are out than were before."""
+        """What is called when others are out than were before, or something is amended."""
         self._revoked = frozenset[bytes]()
         self._number = 0
         """Of that revocation."""
@@ -141,10 +147,14 @@ class Members:
 
     def take(self, sealed: bytes) -> None:
         """A revocation, from whomever. Raises ``RemoteProtocolError``."""
-        if not self.is_closed or sealed == self.sealed:
+        if sealed == self.sealed:
             return
         revocation = read_revocation(self._run, self._run_key, sealed)
         if revocation.number > self._number:
+            try:
+                self.terms.amend(revocation.amendments)
+            except ConfigError as error:
+                raise RemoteProtocolError("wrong revocation", str(error)) from None
             self._number = revocation.number
             self._revoked = frozenset(revocation.persons)
             self.sealed = sealed

@@ -538,7 +538,7 @@ class RunManifest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., config: _Optional[bytes] = ..., recipe_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class RunPosition(_message.Message):
-    __slots__ = ("peer", "run", "position", "versions", "software", "written_at", "stage", "badge")
+    __slots__ = ("peer", "run", "position", "versions", "software", "written_at", "stage", "badge", "rounds")
     PEER_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -547,6 +547,7 @@ class RunPosition(_message.Message):
     WRITTEN_AT_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     BADGE_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
     peer: str
     run: bytes
     position: float
@@ -555,7 +556,8 @@ class RunPosition(_message.Message):
     written_at: float
     stage: int
     badge: Badge
-    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., position: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., software: _Optional[str] = ..., written_at: _Optional[float] = ..., stage: _Optional[int] = ..., badge: _Optional[_Union[Badge, _Mapping]] = ...) -> None: ...
+    rounds: int
+    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., position: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., software: _Optional[str] = ..., written_at: _Optional[float] = ..., stage: _Optional[int] = ..., badge: _Optional[_Union[Badge, _Mapping]] = ..., rounds: _Optional[int] = ...) -> None: ...
 
 class Signed(_message.Message):
     __slots__ = ("signer", "content", "signature")
@@ -607,15 +609,27 @@ class Badge(_message.Message):
     by_person: bytes
     def __init__(self, certificate: _Optional[bytes] = ..., by_run: _Optional[bytes] = ..., by_person: _Optional[bytes] = ...) -> None: ...
 
+class Amendment(_message.Message):
+    __slots__ = ("round", "setting", "value")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SETTING_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    setting: str
+    value: str
+    def __init__(self, round: _Optional[int] = ..., setting: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+
 class Revocation(_message.Message):
-    __slots__ = ("run", "number", "persons")
+    __slots__ = ("run", "number", "persons", "amendments")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     PERSONS_FIELD_NUMBER: _ClassVar[int]
+    AMENDMENTS_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     number: int
     persons: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, run: _Optional[bytes] = ..., number: _Optional[int] = ..., persons: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    amendments: _containers.RepeatedCompositeFieldContainer[Amendment]
+    def __init__(self, run: _Optional[bytes] = ..., number: _Optional[int] = ..., persons: _Optional[_Iterable[bytes]] = ..., amendments: _Optional[_Iterable[_Union[Amendment, _Mapping]]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("run", "process", "after", "badge")

@@ -21,6 +21,7 @@ from typing import Literal
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
+from p2p_co2.wire.terms import RunTerms
 
 _TOLERANCE = 1e-6
 """Ticks by which a point may come early: the position is steps / H in floating point, and 3 * (1 / 3) must
@@ -185,10 +186,14 @@ class FullLine:
 
 
 class WorkAccount:
-    """One per peer. ``tokens``, ``versions`` (by fragment): where the peer goes on."""
+    """One per peer. ``tokens``, ``versions`` (by fragment): where the peer goes on. ``terms``: the run's, if
+    they may be amended."""
 
-    def __init__(self, run: RunConfig, tokens: int, versions: Sequence[int]) -> None:
+    def __init__(
+        self, run: RunConfig, tokens: int, versions: Sequence[int], terms: RunTerms | None = None
+    ) -> None:
         self._run = run
+        self.terms = terms or RunTerms(run)
         self._count = len(versions)
         self.versions = list(versions)
         """Of the agreed states that the live parameters have met."""
@@ -331,7 +336,7 @@ class WorkAccount:
     def is_over(self, position: float) -> bool:
         """Whether the run has reached its last round. What is offered from then on is a peer's last of that
         fragment, and the others wait for it longer."""
-        return 0 < self._run.clock.rounds <= position
+        return 0 < self.terms.rounds(position) <= position
 
     def is_near_end(self, position: float) -> bool:
         """Whether nobody rests any more, since all are to end with one state."""

@@ -177,11 +177,13 @@ class Trainer:
         plan, codec = plan_fragments(self.model, RUN.fragments), get_codec(RUN.codec.name)
         live = LiveParameters(self.model, plan)
         states = [outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments]
-        fragments = [FragmentState(RUN, codec, self.me, state, index) for index, state in enumerate(states)]
-        self.ledger = TensorWorker(codec, fragments, thread=cast(Any, Inline()))
         if environment is None:
             assert world is not None
             environment = world.environment(self.identity)
+        self.terms = environment.members.terms
+        known = RUN, codec, self.me
+        fragments = [FragmentState(*known, one, at, terms=self.terms) for at, one in enumerate(states)]
+        self.ledger = TensorWorker(codec, fragments, thread=cast(Any, Inline()))
         self.group, blocks = environment.group, tuple(codec.blocks(f.numel) for f in plan.fragments)
         self.shape = PayloadShape(codec.block_bytes, blocks, chunk_bytes=self.ledger.chunk_bytes)
         self.node = Node(
@@ -195,7 +197,7 @@ class Trainer:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         setup = TrainingSetup(RUN, PeerConfig(), plan, self.model, optimizer)
         self.exchanged = ExchangedModel(setup, lambda text: None)
-        self.sync = Synchroniser(RUN, self.exchanged, self.ledger, self, Progressed())
+        self.sync = Synchroniser(RUN, self.exchanged, self.ledger, self, Progressed(), terms=self.terms)
         self.sync.report()
 
     def step(self) -> None:

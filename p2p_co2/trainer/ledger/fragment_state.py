@@ -45,6 +45,7 @@ from p2p_co2.trainer.ledger.kept import (
 )
 from p2p_co2.trainer.ledger.offers import Count, FragmentOffers, KeptOffer
 from p2p_co2.wire.schedule import OfferState
+from p2p_co2.wire.terms import RunTerms
 
 
 @dataclass(frozen=True)
@@ -124,16 +125,17 @@ class PoisonGuard:
 
 class FragmentState:
     """One fragment's state. It owns ``state``, memory and all. ``index``: of the fragment. ``uses``: as of
-    ``Encoded``, for means."""
+    ``Encoded``, for means. ``terms``: the run's, if they may be amended."""
 
     def __init__(
-        self, run: RunConfig, codec: Codec, peer: str, state: AgreedState, index: int = 0, uses: int = 1
-    ) -> None:
+        self, run: RunConfig, codec: Codec, peer: str, state: AgreedState, index: int = 0, uses: int = 1,
+        terms: RunTerms | None = None,
+    ) -> None:  # fmt: skip
         self._uses = uses
         self._run = run
+        self._terms = terms or RunTerms(run)
         self._rule = get_rule(run.outer)
-        self._alone = run.outer.model_copy(update={"lr": 1.0, "momentum": 0.0, "nesterov": False})
-        """The outer step where a mean is one peer's alone: there is nothing to average out."""
+        """With the settings of the newest step."""
         self._codec = codec
         self._peer = peer
         self._index = index
@@ -280,7 +282,10 @@ class FragmentState:
         old = self.state
         refused = ""
         alone = only_peer(parts) if self._run.outer.rule == "keep" and self._uses == 1 else None
-        settings = self._run.outer if alone is None else self._alone
+        settings = self._terms.at(round_).outer
+        self._rule = get_rule(settings)
+        if alone is not None:  # there is nothing to average out
+            settings = settings.model_copy(update={"lr": 1.0, "momentum": 0.0, "nesterov": False})
         try:
             # In the old memory where nobody needs it: live parameters that take the step in need the old
             # ones, and meet each mean at once, so that no gradient is late.
@@ -301,7 +306,7 @@ class FragmentState:
         mine = count.offer
         missed = count.missed
         if self._rule.returns_work and not refused:
-            moved = StepChange(self._run.outer, mean, new.momentum, report.gap)
+            moved = StepChange(settings, mean, new.momentum, report.gap)
             self.departure = self.departure._replace(offset=(*self.departure.offset, moved))
         # Alone, live parameters lead: what the codec lost of their work is in the next gradient by itself. A
         # residual of earlier company is not, so it is used up in the usual way first.
