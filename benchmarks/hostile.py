@@ -160,7 +160,7 @@ class LyingPeers(Liars):
         self.zero_at, self.zeros, self.exchange = dict[str, int](), [0, 0], -1
         self._attack = attack
         self._reputes = {peer: Repute() for peer in self.honest}
-        self._first, self._last = dict[int, Tensor](), dict[int, Tensor]()
+        self._first, self._last = dict[str, Tensor](), dict[str, Tensor]()
         self._random = random.Random(0)
 
     @property
@@ -172,11 +172,10 @@ class LyingPeers(Liars):
             rows[len(self.honest) :] = VOCAB - 1 - rows[len(self.honest) :]
         return rows
 
-    def send(self, payloads: dict[PeerId, memoryview], codec: Codec) -> None:
+    def send(self, payloads: dict[PeerId, memoryview], codec: Codec, fragment: str) -> None:
         self.exchange += 1
         learned = {peer: _values(codec, payload) for peer, payload in payloads.items()}
         honest = torch.stack([learned[peer] for peer in self.honest])
-        fragment = self.exchange % FRAGMENTS
         first = self._first.setdefault(fragment, honest.mean(0))
         for peer in self.names if self._lies else ():
             if self._attack == "absent":

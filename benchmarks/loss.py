@@ -488,8 +488,8 @@ class Liars:
         """What each peer trains on, int64 [peers, batch, context + 1]."""
         return rows
 
-    def send(self, payloads: dict[PeerId, memoryview], codec: Codec) -> None:
-        """Change what peers send of a fragment."""
+    def send(self, payloads: dict[PeerId, memoryview], codec: Codec, fragment: str) -> None:
+        """Change what peers send of a fragment, which its first parameter names."""
 
     def owners(self, payloads: Iterable[PeerId]) -> list[PeerId]:
         """Who averages a part each."""
@@ -559,7 +559,7 @@ class HeldFragment:
             payloads[PeerId(str(peer))] = memoryview(offer.payload)
             self._base_version = offer.base_version
             self._merge_(live, peer, offer.merge)
-        self._liars.send(payloads, self._codec)
+        self._liars.send(payloads, self._codec, self._names[0])
         blocks, self._parts, self._mean = self._codec.blocks(live.shape[1]), [], b""
         ids: dict[str, bytes] = dict.fromkeys(payloads, OFFER_ID)
         owners = self._liars.owners(payloads)

@@ -13,47 +13,77 @@ and one whose data are unlike all others' believes nobody less.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection
 from statistics import median_high
+from typing import NamedTuple
 
 from p2p_co2.wire.limits import MAX_PEERS
 
 FADES = 15 / 16
 """What is left of a cosine with each that follows."""
+ERRORS = 2.0
+"""Standard errors that a score may lie too low."""
 KNOWN_AFTER = 16
 """Cosines: from so many on a peer is no newcomer."""
+
+
+class Told(NamedTuple):
+    """Of one peer: sums of its cosines, of their squares and of ones, all fading; how many; the noise of the
+    last one."""
+
+    total: float = 0.0
+    squares: float = 0.0
+    weight: float = 0.0
+    times: int = 0
+    noise: float = 0.0
+
+    @property
+    def score(self) -> float:
+        return self.total / self.weight
+
+    @property
+    def most(self) -> float:
+        """That the score may be, but for chance."""
+        variance = max(self.squares / self.weight - self.score**2, self.noise**2)
+        return self.score + ERRORS * math.sqrt(variance / self.weight)
 
 
 class Scores:
     """Of each peer a mean of cosines, of which older ones fade. Those told of longest ago are forgotten."""
 
     def __init__(self) -> None:
-        self._told: OrderedDict[str, tuple[float, float, int]] = OrderedDict()
-        """By peer: sum and weight of its cosines, and how many."""
+        self._told: OrderedDict[str, Told] = OrderedDict()
 
-    def tell(self, peer: str, cosine: float) -> None:
-        total, weight, count = self._told.pop(peer, (0.0, 0.0, 0))
-        self._told[peer] = total * FADES + cosine, weight * FADES + 1, count + 1
+    def tell(self, peer: str, cosine: float, noise: float = 0.0) -> None:
+        """``noise``: the standard deviation of the cosine of two that have nothing in common, if known."""
+        old = self._told.pop(peer, Told())
+        self._told[peer] = Told(
+            old.total * FADES + cosine, old.squares * FADES + cosine**2, old.weight * FADES + 1,
+            old.times + 1, noise,
+        )  # fmt: skip
         if len(self._told) > MAX_PEERS:
             self._told.popitem(last=False)
 
     def standing(self, peers: Collection[str] = ()) -> dict[str, float]:
-        """By peer, its score over the median one of ``peers``, or of all; 0 for a score below 0. 1 for who
-        was never told of. All 1 where that median is not above 0: then most differ from this peer.
+        """By peer, its score over the median one of ``peers``, or of all. A score below the median counts as
+        what it may be but for chance; 0 if that is below 0. 1 for who was never told of. All 1 where that
+        median is not above 0: then most differ from this peer.
 
-        Law: where more than half are honest, the median lies among the scores of the honest."""
+        Law: where more than half are honest, the median lies among the scores of the honest. Where all is
+        noise, nobody stands low."""
         peers = peers or self._told.keys()
         told = {peer: self._told[peer] for peer in peers if peer in self._told}
-        scores = {peer: total / weight for peer, (total, weight, _) in told.items()}
-        usual = median_high(scores.values()) if scores else 0.0
+        usual = median_high(one.score for one in told.values()) if told else 0.0
         if usual <= 0:
             return dict.fromkeys(peers, 1.0)
-        return {peer: max(0.0, scores.get(peer, usual) / usual) for peer in peers}
+        found = {peer: max(one.score, min(one.most, usual)) / usual for peer, one in told.items()}
+        return {peer: max(0.0, found.get(peer, 1.0)) for peer in peers}
 
     def newcomers(self, peers: Collection[str]) -> set[str]:
         """Those told of less than half as often as who was told of most, and less than ``KNOWN_AFTER``
         times: as a run begins, and to who has just come, nobody is new."""
-        counts = {peer: self._told.get(peer, (0.0, 0.0, 0))[2] for peer in peers}
+        counts = {peer: self._told.get(peer, Told()).times for peer in peers}
         most = max(counts.values(), default=0)
         return {peer for peer, count in counts.items() if count < KNOWN_AFTER and 2 * count < most}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p_co2.protocol.rounds.events import Distrusted
-from p2p_co2.protocol.rounds.repute import Repute
+from p2p_co2.protocol.rounds.repute import LOW, Repute
 from p2p_co2.scores import FADES, KNOWN_AFTER, Scores
 from p2p_co2.tensors.aggregation import get_rule, reduce_slices
 from p2p_co2.tensors.aggregation.scored import borne_out
@@ -36,7 +37,20 @@ def test_standing_by_hand() -> None:
     by_hand = {"b": 2.0, "c": 1.0, "d": 0.25, "e": 0.0, "f": 1.5}
     assert scores.standing("bcdef") == scores.standing() == pytest.approx(by_hand)
     faded = (0.4 * FADES - 0.2) / (FADES + 1)
-    assert scored(b=[0.4, -0.2], c=[0.4], d=[0.4]).standing("bcd")["b"] == pytest.approx(faded / 0.4)
+    assert scored(b=[0.4, -0.2], c=[0.4], d=[0.4]).standing("bcd")["b"] == 1.0  # it may be chance
+    assert scored(b=[0.4, -0.2], c=[faded / 2], d=[0.01]).standing("bcd")["b"] == pytest.approx(2.0)
+    scores.tell("g", -0.3, noise=0.2)
+    assert scores.standing("bcdg")["g"] == pytest.approx(0.1 / 0.2)
+
+
+def test_where_all_is_noise_nobody_stands_low() -> None:
+    random_, scores = random.Random(0), Scores()
+    low = 0
+    for _ in range(200):
+        for peer in "bcdefgh":
+            scores.tell(peer, random_.gauss(0.001, 0.01), noise=0.01)
+        low += sum(one < LOW for one in scores.standing().values())
+    assert low < 0.02 * 7 * 200
 
 
 def test_nobody_stands_low_where_most_differ_or_nothing_is_known() -> None:
@@ -153,7 +167,7 @@ def test_who_works_against_a_peer_is_asked_last_averages_nothing_and_is_named_on
         assert len(told) == (times >= KNOWN_AFTER - 1)
     assert told[0].peer == liar
     assert repute.is_passed_over(liar, 0, 0.0)
-    repute.scored({liar: 0.1})
+    repute.scored({liar: 0.3})
     assert not repute.is_doubted(liar)
 
 

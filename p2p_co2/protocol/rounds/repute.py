@@ -26,8 +26,9 @@ HARDEST = 1 / 4
 """What one round may leave of an owner's claim."""
 LEAST = 1 / 64
 """What all rounds may leave of it."""
-POOR = 1 / 4
-"""Of the standing of the median owner."""
+LOW = 1 / 4
+"""Of a standing."""
+WORK, MEANS = "its work went against ours", "there was little of our work in its means"
 FORGIVING = 1.1
 """For each round without being late."""
 
@@ -48,10 +49,8 @@ class Repute:
         """By (peer, fragment): times, until when."""
         self._means = Scores()
         """Of owners, by their means."""
-        self._poor = set[str]()
-        """Those of them whose means stand low."""
-        self._against: dict[PeerId, int] = {}
-        """Of peers whose slices stand at nothing: how many times in a row."""
+        self._low: dict[tuple[PeerId, str], int] = {}
+        """Who stands low, and by what: how many times in a row."""
 
     def failed(self, peer: PeerId, fragment: int, why: str, now: float) -> None:
         times, until = self._failed.pop((peer, fragment), (0, now))
@@ -87,24 +86,26 @@ class Repute:
     def scored(self, standing: Mapping[PeerId, float]) -> None:
         """The standing of peers by their slices, which this peer has just averaged (``scores``)."""
         for peer, one in standing.items():
-            times = self._against.pop(peer, 0) + 1
-            if not one:
-                self._against[peer] = times
-            if not one and times == KNOWN_AFTER:
-                why = f"since its work went against ours in {times} means"
-                self.emit(Distrusted(peer, f"counted no more, and asked last, {why}", 0.0))
-        for forgotten in list(self._against)[:-MAX_PEERS]:
-            del self._against[forgotten]
+            self._stands(peer, WORK, is_low=one < LOW)
 
     def looked_at(self, owner: PeerId, cosine: float) -> None:
         """What a mean of ``owner`` was like beside our slice."""
         self._means.tell(owner, cosine)
-        self._poor = {peer for peer, one in self._means.standing().items() if one < POOR}
+        self._stands(owner, MEANS, is_low=self._means.standing()[owner] < LOW)
+
+    def _stands(self, peer: PeerId, by: str, *, is_low: bool) -> None:
+        times = self._low.pop((peer, by), 0) + 1
+        if is_low:
+            self._low[peer, by] = times
+            if times == KNOWN_AFTER:
+                why = f"asked last, and averages nothing here, since {by} {times} times"
+                self.emit(Distrusted(peer, why, 0.0))
+            if len(self._low) > MAX_PEERS:
+                del self._low[next(iter(self._low))]
 
     def is_doubted(self, peer: PeerId) -> bool:
-        """Whether it shall not average: it has lied, its slices stand at nothing, or its means at much
-        less than those of others. Both views change as more is seen."""
-        return peer in self._against or peer in self._poor or self.has_lied(peer)
+        """Whether it shall not average: it has lied, or stands low. The latter changes as more is seen."""
+        return (peer, WORK) in self._low or (peer, MEANS) in self._low or self.has_lied(peer)
 
     def is_passed_over(self, peer: PeerId, fragment: int, now: float) -> bool:
         return self.is_doubted(peer) or now < self._failed.get((peer, fragment), (0, now))[1]

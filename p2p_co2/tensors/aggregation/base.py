@@ -58,6 +58,11 @@ class Slices:
     def __len__(self) -> int:
         return len(self.peers)
 
+    @property
+    def values(self) -> int:
+        """Of each slice."""
+        return self._blocks * self._codec.block_values
+
     def products(self, one_in: int = 1) -> tuple[list[list[float]], int, int]:
         """[k][k]: the inner product of the values of each slice with those of each; of how many blocks, and
         how many of the first slice are not zero. ``one_in``: of one in so many pieces, drawn by lot."""

@@ -34,10 +34,10 @@ class ScoredMean(AggregationRule):
         self._scores = Scores()
 
     def mean(self, slices: Slices, weights: Sequence[float]) -> Mean:
-        if len(slices) <= self.uses:
+        if len(slices) <= self.uses or not slices.values:
             return Mean(slices.mean(weights), tuple(weights))
         products = slices.products()[0]
-        standing = self._standing(slices.peers, products)
+        standing = self._standing(slices.peers, products, slices.values**-0.5)
         usual = median_low(weights)
         believed = [
             min(weight, usual * borne_out(one)) for weight, one in zip(weights, standing, strict=True)
@@ -54,14 +54,16 @@ class ScoredMean(AggregationRule):
         self._limit_newcomers(slices.peers, counted)
         return Mean(slices.mean(counted), tuple(counted), tuple(standing))
 
-    def _standing(self, peers: Sequence[str], products: Sequence[Sequence[float]]) -> list[float]:
+    def _standing(
+        self, peers: Sequence[str], products: Sequence[Sequence[float]], noise: float
+    ) -> list[float]:
         if self.uses > 1 or self.me not in peers:
             return [math.inf] * len(peers)
         mine = peers.index(self.me)
         for index, peer in enumerate(peers):
             square = products[mine][mine] * products[index][index]
             if index != mine and square > 0:
-                self._scores.tell(peer, products[mine][index] / math.sqrt(square))
+                self._scores.tell(peer, products[mine][index] / math.sqrt(square), noise)
         standing = self._scores.standing([peer for peer in peers if peer != self.me])
         return [standing.get(peer, math.inf) for peer in peers]
 
