@@ -1,7 +1,6 @@
-"""What exchange, and what a slow peer, cost the training: with and without, in turn, in real swarms.
+"""What exchange costs the training: with and without, in turn, in real swarms.
 
     python benchmarks/exposure.py phases [--layouts four two spare] [--phase-s 15] [--pairs 3]
-    python benchmarks/exposure.py straggler [--cases compute link both] [--pairs 3] [--seconds 12]
 
 ``phases``: peers train the demo's model with the demo's settings (a round of 4 fragments each 5 s, int4,
 keep), one torch thread each. By wall clock and all together they alternate: "off" never calls ``peer.step``,
@@ -13,17 +12,12 @@ training shares one core, with all else on the other, as on a machine that has a
 - ``exposed_share``: wall time inside ``peer.step`` in "on" phases, the peer with most counting.
 - ``cpu_s_per_s``: of a peer with its daemon; the difference of on and off is what exchange took.
   ``others_cpu_s_per_s``: not ours, on those cores; run again if it is not small.
-
-``straggler``: three peers train by paced steps over links capped at ``--rate``. A fourth has ten times longer
-steps, or a tenth of the rate, or both, and rests and takes part in turn. Reported: the fast peers' tokens per
-second with it over without it, pair by pair. After each change ``--settle-s`` count for nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import statistics
 import sys
 import time
@@ -32,12 +26,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-import torch
-from common import Bench, Figures, bench, command, joined, medians, note, parser_of, rounded, run, say
+from common import Figures, bench, command, joined, note, parser_of, rounded, run, say
 
-from p2p_co2.config import OWN_LOOP, ClockConfig, CodecConfig, LimitsConfig, RunConfig
+from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.recipes import load_recipe, recipe_digest
-from p2p_co2.telemetry.events import Event, FragmentApplied, Progress, RoundCommitted, SendSkipped
+from p2p_co2.telemetry.events import Event, FragmentApplied, RoundCommitted
 
 RECIPE, FRAGMENTS, CORES, LEAD_S = "byte-gpt", 4, 2, 1.0
 BARS = {"ratio": 0.95, "exposed_share": 0.01}
@@ -203,96 +196,6 @@ def _reading(count: Mapping[str, float]) -> Figures:
 
 # ---- a slow peer
 
-STRAGGLER_WIDTH, FAST, TIMES, STRAGGLER_ROUND_S, REPORT_S = 512, 3, 10.0, 4.0, 1.5
-CASES = {"compute": (TIMES, 1.0), "link": (1.0, 1 / TIMES), "both": (TIMES, 1 / TIMES)}
-"""(times longer steps, share of the rate) of the slow peer."""
-
-
-def straggler(options: argparse.Namespace) -> Figures:
-    """Others' tokens per second beside a slow peer."""
-    answer: Figures = {"bar": 0.98}
-    for name in options.cases:
-        answer[name] = _straggler_case(options, CASES[name])
-        note(name, answer[name])
-    return answer
-
-
-def _straggler_case(options: argparse.Namespace, slow: tuple[float, float]) -> Figures:
-    settings = RunConfig(
-        name="straggler", recipe=OWN_LOOP, fragments=2, codec=CodecConfig(name="int4"),
-        clock=ClockConfig(mode="time", round_s=STRAGGLER_ROUND_S),
-    )  # fmt: skip
-    with bench(settings) as swarm:
-        names = [f"peer{number}" for number in range(FAST + 1)]
-        for number, name in enumerate(names):
-            times, share = slow if number == FAST else (1.0, 1.0)
-            swarm.work(name, __file__, "straggler", swarm.ticket, swarm.folder / name,
-                       options.step_s * times, options.rate * share, number)  # fmt: skip
-        swarm.wait_for_commits(*names[:FAST], count=2)
-        swarm.wait_for(names[FAST], Progress)  # its link may bring no round to its end
-        halves = _halves(options, swarm, names)
-    ratios = [with_["tokens_per_s"] / without["tokens_per_s"] for with_, without in zip(*halves, strict=True)]
-    return {
-        "tokens_with_by_without": round(statistics.median(ratios), 4), "pairs": rounded(ratios),
-        "with": medians(halves[0]), "without": medians(halves[1]),
-    }  # fmt: skip
-
-
-def _halves(
-    options: argparse.Namespace, swarm: Bench, names: Sequence[str]
-) -> tuple[list[Figures], list[Figures]]:
-    """With the slow peer, and while it rests; which comes first changes from pair to pair."""
-    pid = next(child.pid for child in swarm.children if child.name == names[FAST])
-    halves: tuple[list[Figures], list[Figures]] = ([], [])
-    for pair in range(options.pairs):
-        for takes_part in (pair % 2 == 0, pair % 2 == 1):
-            os.kill(pid, signal.SIGUSR2 if takes_part else signal.SIGUSR1)
-            time.sleep(options.settle_s)
-            began_at = time.time()
-            time.sleep(options.seconds)
-            ended_at = time.time()
-            time.sleep(REPORT_S)  # the last report but one is the last before the end
-            each = [_figures(swarm, name, began_at, ended_at) for name in names]
-            means = {key: statistics.mean(one[key] for one in each[:FAST]) for key in each[0]}
-            halves[not takes_part].append({**means, "slow_peer_tokens_per_s": each[FAST]["tokens_per_s"]})
-    return halves
-
-
-def _figures(swarm: Bench, name: str, began_at: float, ended_at: float) -> dict[str, float]:
-    seconds = ended_at - began_at
-    applied = [event for event in swarm.events(name, FragmentApplied, began_at) if event.at < ended_at]
-    rounds = [event for event in swarm.events(name, RoundCommitted, began_at) if event.at < ended_at]
-    skipped = [event for event in swarm.events(name, SendSkipped, began_at) if event.at < ended_at]
-    return {
-        "tokens_per_s": swarm.tokens_per_s(name, began_at, ended_at),
-        "rounds_per_min": 60 * len(rounds) / seconds,
-        "sync_delay_s": statistics.mean([event.sync_delay_s for event in applied] or [0.0]),
-        "skipped": float(len(skipped)),
-    }
-
-
-def _straggler_peer(ticket: str, folder: str, step_s: str, rate: str, seed: str) -> None:
-    """Paced training until it is interrupted; SIGUSR1 has it rest, SIGUSR2 go on."""
-    torch.manual_seed(0)
-    width = STRAGGLER_WIDTH
-    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, width))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    data = torch.Generator().manual_seed(int(seed))
-    limits = LimitsConfig(upload_bytes_per_s=float(rate), download_bytes_per_s=float(rate), threads=1)
-    config = {"min_peers": FAST + 1, "carrier": "grpc", "limits": limits}
-    with joined(ticket, Path(folder), model, optimizer, **config) as peer:
-        signal.signal(signal.SIGUSR1, lambda *_: peer.pause())
-        signal.signal(signal.SIGUSR2, lambda *_: peer.go_on())
-        while True:
-            inputs = torch.randn(4, width, generator=data)
-            loss = ((model(inputs) - inputs.roll(1, 1)) ** 2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            time.sleep(float(step_s))  # stands for the work of a larger model
-            if not peer.step(tokens=4, loss=loss):
-                break
-
 
 def main() -> None:
     parser = parser_of(__doc__)
@@ -302,13 +205,7 @@ def main() -> None:
         round_s=(5.0, "of four fragments"),
     )  # fmt: skip
     made.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=["four", "two", "spare"])
-    made = command(
-        commands, "straggler", straggler, pairs=(3, "of halves"), seconds=(12.0, "measured in each half"),
-        settle_s=(3.0, "after a change"), step_s=(0.1, "of a fast peer"),
-        rate=(1e6, "bytes per second, each direction"),
-    )  # fmt: skip
-    made.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
-    run(parser, {"phases": _phases_peer, "straggler": _straggler_peer})
+    run(parser, {"phases": _phases_peer})
 
 
 if __name__ == "__main__":

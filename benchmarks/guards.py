@@ -102,10 +102,6 @@ GUARDS: dict[str, Guard] = {
         },
         more=True,
     ),
-    "straggler": Guard(
-        file("exposure", "straggler --cases compute --pairs 1"),
-        {"speed beside a slow peer": (("compute", "tokens_with_by_without"), 0.98, False)}, more=True,
-    ),
     "catchup": Guard(
         file("faults", "catchup --cases one four"),
         {"load from four donors by one": (("four_over_one", "figure"), 3.0, False)}, more=True,

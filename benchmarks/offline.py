@@ -2,7 +2,6 @@
 
     python benchmarks/offline.py plan [--cases loopback dsl] [--seconds 60]
     python benchmarks/offline.py storms [--seeds 1 200]
-    python benchmarks/offline.py ends [--seeds 200000 200157]
     python benchmarks/offline.py board
 
 ``plan``: the planner's forecast against a run of the console script with four peers, ``demo`` on loopback or
@@ -11,8 +10,6 @@ step that the run shows. ``ratio`` is predicted over actual. The bar is 10 % on 
 is and ``once under way``: after the first rounds and before the flush.
 
 ``storms``: so many simulated storms of 32 peers, all faults at once: laws broken, and seconds of a core.
-``ends``: do swarms end in one state? Peers, lines, model, rounds and churn are drawn from the seed, and every
-seventh run has a storm over it.
 
 ``board``: a week of 64 peers as a board keeps it, its size and the time to open it (about 2 min); and the
 fold and the facts of 512 peers, the share of a core at one update a second."""
@@ -22,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import resource
 import subprocess
 import sys
@@ -33,17 +29,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from common import ROOT, Figures, against, command, folder_of, note, parser_of, run
+from common import ROOT, Figures, against, command, folder_of, parser_of, run
 
 from monitoring.history import MEASURES, SWARM, Batch, BoardHistory, Happening
 from monitoring.model import Model, Recorder
-from p2p_co2.codec_specs import SPECS
-from p2p_co2.config import ClockConfig, RunConfig, read_run_config
+from p2p_co2.config import read_run_config
 from p2p_co2.planning.exchange import LinkFigures
 from p2p_co2.planning.forecast import forecast, setting_of
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.recipes import load_recipe
-from p2p_co2.simnet import Churn, EventLog, Settings, Storm, VirtualSwarm
+from p2p_co2.simnet import EventLog, VirtualSwarm
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.tensors.fragments import plan_fragments
 from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
@@ -146,46 +141,6 @@ def storms(options: argparse.Namespace) -> Figures:
     return {"broken": broken, "core_s_of_200": against(used_s, 360.0, at_most=True)}
 
 
-LINES = ("fibre", "cable", "dsl", "4g", "transatlantic", "satellite", "home-mix", "home-mix")
-MAX_STATE_FACTOR = 64
-
-
-def drawn(seed: int) -> Settings:
-    """A swarm and what happens to it, drawn from the seed."""
-    draw = random.Random(seed)
-    peers, profile = draw.choice([2, 3, 3, 4, 5, 8, 12, 20]), draw.choice(LINES)
-    round_s, rounds = draw.choice([4.0, 10.0, 30.0]), draw.choice([4, 8, 14])
-    values = draw.choice([100_000, 1_000_000, 10_000_000])
-    churn_per_h, is_storm = draw.choice([0.0, 0.0, 2.0, 20.0]), draw.random() < 0.15
-    faults: Churn | Storm | None = Churn(churn_per_h, 0.7 * round_s * rounds) if churn_per_h else None
-    if is_storm:
-        faults = Storm(round_s, 0.6 * round_s * rounds)
-    encoded = SPECS["int4"].payload_bytes(values)
-    clock = ClockConfig(mode="time", round_s=round_s, rounds=rounds)
-    return Settings(
-        run=RunConfig(name="ends", fragments=2, group_size=64, clock=clock), peers=peers, seed=seed,
-        profile=profile, faults=faults, blocks=(16, 16), real_bytes_per_block=encoded / 16,
-        state_factor=min(MAX_STATE_FACTOR, round(8 * values / encoded)),
-    )  # fmt: skip
-
-
-def ends(options: argparse.Namespace) -> Figures:
-    """Do swarms on lines too slow for their runs end in one state?"""
-    broken, lacked, rows = list[str](), 0, list[dict[str, float]]()
-    for seed in range(*options.seeds):
-        of = drawn(seed)
-        result = VirtualSwarm(of, EventLog(digests=False)).run()
-        if result.violations:
-            storm = " (a storm)" if isinstance(of.faults, Storm) else ""
-            broken.append(f"seed {seed}{storm}: {'; '.join(map(str, result.violations[:3]))}")
-            note(broken[-1])
-        lacked += bool(result.lacking)
-        counts = {name: float(result.counts.get(name, 0)) for name in ("round_committed", "round_aborted")}
-        rows.append(counts | {"virtual_s": result.virtual_s})
-    means = {key: round(fmean(row[key] for row in rows), 1) for key in rows[0]}
-    return {"runs": len(rows), "broken": broken, "left_with_less_and_said_so": lacked, "mean": means}
-
-
 # ---- a board
 
 BOARD_PEERS, FRAGMENTS, ROUND_S = 64, 4, 60
@@ -285,7 +240,6 @@ def main() -> None:
     )  # fmt: skip
     made.add_argument("--cases", nargs="+", default=["loopback", "dsl"], choices=["loopback", *PROFILES])
     command(commands, "storms", storms, seeds=([1, 200], "first and last"))
-    command(commands, "ends", ends, seeds=([200000, 200016], "from, and to but without it"))
     command(commands, "board", board, days=(7, "that are kept"))
     run(parser)
 

@@ -17,8 +17,9 @@ from tests.campaign import paced_run
 pytestmark = pytest.mark.swarm
 PARTS = {"common", "lines", "recipes", "rivals"}
 """Others start these: ``wan`` lines, ``pipeline`` recipes, ``averaging`` rivals."""
-ENDS = "ends --seeds 200000 200001"
-GUARD = load("guards").Guard(("benchmarks/offline.py", *ENDS.split()), {"runs": (("runs",), 1, False)})
+STORM = "storms --seeds 1 1"
+STORMS = {"core, s": (("core_s_of_200", "figure"), 1e6, True)}
+GUARD = load("guards").Guard(("benchmarks/offline.py", *STORM.split()), STORMS)
 FLOODED = {"HONEST": "a", "RUN": paced_run(0.3, 2, 0.02), "SETTLE_S": 0.2}
 AVERAGED = "round --codecs fp16 --megabytes 1 --rounds 1 --warm-up 0 --sides hivemind grpc"
 SMALLEST: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -26,10 +27,10 @@ SMALLEST: dict[str, tuple[str, str, dict[str, Any]]] = {
     "exposure": ("phases --layouts two --pairs 1 --phase-s 1 --round-s 0.5", "ratio", {"LEAD_S": 0.2}),
     "faults": ("catchup --cases one --width 16", "rate_bytes_per_s", {"ROUND_S": 0.5}),
     "gpu": ("--sizes small --device cpu", "utilisation", {}),
-    "guards": ("", "here", {"GUARDS": {"ends": GUARD}}),
+    "guards": ("", "here", {"GUARDS": {"storms": GUARD}}),
     "hostile": ("flood --pairs 1 --window-s 0.5 --kinds ping", "tokens_flooded_by_quiet", FLOODED),
     "loss": ("table --rounds 1 --seeds 0 --only 'keep d3' --out OUT", "keep d3, 1 rounds", {}),
-    "offline": (ENDS, "virtual_s", {}),
+    "offline": (STORM, "core_s_of_200", {}),
     "peer": ("step --models gpt --pairs 1 --steps 6", "cpu_s", {}),
     "pipeline": ("dsl --turns 1 --seconds 0", "computing", {"STAGE_S": 0.002, "POSITIONS": 16}),
     "wan": (
