@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from google.protobuf.message import Message
@@ -10,6 +12,7 @@ from google.protobuf.message import Message
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import (
     CheckWanted,
+    Committed,
     Likeness,
     Offer,
     PayloadShape,
@@ -19,7 +22,7 @@ from p2p_co2.protocol.rounds.attempt import Attempt, Share
 from p2p_co2.protocol.rounds.ballot import Ballot
 from p2p_co2.protocol.rounds.certificate import Seals, Signer
 from p2p_co2.protocol.rounds.deadline import Durations
-from p2p_co2.protocol.rounds.events import Distrusted
+from p2p_co2.protocol.rounds.events import Distrusted, ReduceJob
 from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.rounds.parts import BlockRange, LineRates, divide
 from p2p_co2.protocol.rounds.rank import coordination_order
@@ -277,3 +280,43 @@ def test_only_two_means_that_one_owner_signed_for_one_part_of_one_attempt_prove_
     assert peers[3] in ballot.gave_up
     ballot.hear(told(signed(b"two")), peers[3])
     assert ballot.two_faced == {peers[1]}
+
+
+@pytest.mark.parametrize("by", ["slices", "means"])
+def test_who_stands_low_with_a_coordinator_averages_no_part_of_its_rounds(by: str) -> None:
+    net = Network(5, shape=dataclasses.replace(SHAPE, blocks=(16,) * 6))
+    net.weight = lambda name: 1.0  # type: ignore[method-assign]
+    low = net.names[2]
+    for name, peer in net.peers.items():
+        if by == "slices":
+            peer.machine.scored({other: 0.1 if other == low else 1.0 for other in net.names if name != low})
+        for other in net.names if by == "means" and name != low else ():
+            peer.machine.swarm.repute.looked_at(other, 0.0 if other == low else 0.5)
+    net.finds_itself = lambda name, job: by == "slices" or owner_of(net, job) != low  # type: ignore
+    for fragment in range(6):
+        net.offer_all(fragment=fragment)
+        net.run(30.0)
+    assert sum(isinstance(event, Committed) for _, event in net.events) == 30  # its work counts, and its vote
+    begins = [(source, message) for source, _, message in net.sent if isinstance(message, wire.Begin)]
+    assert low not in {source for source, _ in begins}
+    assert low not in {part.owner for _, begin in begins for part in begin.parts}
+
+
+def test_who_is_left_out_of_a_mean_refuses_nothing_and_remembers_its_owner() -> None:
+    net = Network(4, shape=dataclasses.replace(SHAPE, cuts=True))
+    net.weight = lambda name: 1.0  # type: ignore[method-assign]
+    left_out, liar = net.names[0], net.names[1]
+    made = net._reduce
+
+    def reduce(peer: Any, job: ReduceJob) -> None:
+        counts = {left_out: 0.1} if peer.name == liar else {}
+        slices = [one._replace(weight=counts.get(one.peer, one.weight)) for one in job.slices]
+        made(peer, dataclasses.replace(job, slices=tuple(slices)))
+
+    net._reduce = reduce  # type: ignore[method-assign]
+    net.finds_itself = lambda name, job: (name, owner_of(net, job)) != (left_out, liar)  # type: ignore
+    net.offer_all()
+    net.run_until_settled()
+    assert len(net.committed()) == 4
+    doubts = {name: peer.machine.swarm.repute.is_doubted(liar) for name, peer in net.peers.items()}
+    assert doubts == {name: name == left_out for name in net.names}
