@@ -82,8 +82,8 @@ class Scores:
         return {peer: max(0.0, found.get(peer, 1.0)) for peer in peers}
 
     def newcomers(self, peers: Collection[str]) -> set[str]:
-        """Those told of less than half as often as who was told of most, and less than ``KNOWN_AFTER``
+        """Those told of less than half as often as who was told of most, and less than half ``KNOWN_AFTER``
         times: as a run begins, and to who has just come, nobody is new."""
         counts = {peer: self._told.get(peer, Told()).times for peer in peers}
         most = max(counts.values(), default=0)
-        return {peer for peer, count in counts.items() if count < KNOWN_AFTER and 2 * count < most}
+        return {peer for peer, count in counts.items() if 2 * count < min(KNOWN_AFTER, most)}
