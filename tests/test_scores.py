@@ -191,3 +191,11 @@ def test_an_owner_whose_means_hold_nothing_of_ones_work_averages_no_more_for_now
     doubted = {owner for owner in ("a", "b", "noise", "flip") if repute.is_doubted(PeerId(owner))}
     assert doubted == {"noise", "flip"}
     assert not repute.has_lied(PeerId("noise"))
+
+
+def test_a_long_mean_says_less_for_its_owner() -> None:
+    repute = Repute()
+    for _ in range(8):
+        for owner, cosine, length in (("a", 0.5, 0.6), ("b", 0.4, 1.2), ("c", 0.5, 0.5), ("long", 0.3, 2.6)):
+            repute.looked_at(PeerId(owner), cosine, length)
+    assert [owner for owner in ("a", "b", "c", "long") if repute.is_doubted(PeerId(owner))] == ["long"]

@@ -328,7 +328,8 @@ class Exchange:
             return
         is_true = may_be_true(likeness, 0.0)
         if likeness.size > 0 or not is_true:  # beside a slice of zeros all means look alike
-            self._swarm.repute.looked_at(state.owner, likeness.cosine if is_true else -1.0)
+            cosine = likeness.cosine if is_true else -1.0
+            self._swarm.repute.looked_at(state.owner, cosine, likeness.length if is_true else 1.0)
         if (job.part, job.generation) in self.findings:
             self.findings[job.part, job.generation] = state.owner, likeness
 
