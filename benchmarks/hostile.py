@@ -203,7 +203,8 @@ class LyingPeers(Liars):
             if peer in self.honest and peer != owner:
                 likeness = Likeness(*compare(codec, payload, mean.encoded))
                 is_true = may_be_true(likeness, 0.0)
-                self._reputes[PeerId(peer)].looked_at(owner, likeness.cosine if is_true else -1.0)
+                told = (likeness.cosine, likeness.length) if is_true else (-1.0, 1.0)
+                self._reputes[PeerId(peer)].looked_at(owner, *told)
                 refused += not is_true and 4 * counted >= weight
         if 2 * refused <= len(slices) - 1:
             return mean

@@ -32,7 +32,7 @@ from p2p_co2.errors import ConfigError, in_our_words
 from p2p_co2.rule_specs import AGGREGATION_RULES, OUTER_RULES, implied_rule
 from p2p_co2.system.governor import read_hours
 from p2p_co2.system.owner import SENSES, read_words
-from p2p_co2.wire.limits import MAX_STAGES
+from p2p_co2.wire.limits import MAX_STAGES, MAX_VERSION
 from p2p_co2.wire.names import is_name
 
 ApplyRule = Literal["keep", "co2", "blend", "eager"]
@@ -63,7 +63,7 @@ class ClockConfig(_Frozen):
     mode: Literal["steps", "time"] = "time"
     inner_steps_per_round: int = Field(default=30, ge=1)
     round_s: float = Field(default=30.0, gt=0)
-    rounds: int = Field(default=0, ge=0)
+    rounds: int = Field(default=0, ge=0, le=MAX_VERSION)
 
 
 class CodecConfig(_Frozen):

@@ -44,10 +44,13 @@ class Told(NamedTuple):
         return self.total / self.weight
 
     @property
-    def most(self) -> float:
-        """That the score may be, but for chance."""
-        variance = max(self.squares / self.weight - self.score**2, self.noise**2)
-        return self.score + ERRORS * math.sqrt(variance / self.weight)
+    def variance(self) -> float:
+        return max(0.0, self.squares / self.weight - self.score**2)
+
+    def most(self, variance: float) -> float:
+        """That the score may be, but for chance. ``variance``: at most so much is chance."""
+        chance = max(min(self.variance, variance), self.noise**2)
+        return self.score + ERRORS * math.sqrt(chance / self.weight)
 
 
 class Scores:
@@ -56,12 +59,13 @@ class Scores:
     def __init__(self) -> None:
         self._told: OrderedDict[str, Told] = OrderedDict()
 
-    def tell(self, peer: str, cosine: float, noise: float = 0.0) -> None:
-        """``noise``: the standard deviation of the cosine of two that have nothing in common, if known."""
+    def tell(self, peer: str, cosine: float, noise: float = 0.0, share: float = 1.0) -> None:
+        """``noise``: the standard deviation of the cosine of two that have nothing in common, if known.
+        ``share``: of a telling, that this is."""
         old = self._told.pop(peer, Told())
         self._told[peer] = Told(
-            old.total * FADES + cosine, old.squares * FADES + cosine**2, old.weight * FADES + 1,
-            old.times + 1, noise,
+            old.total * FADES + share * cosine, old.squares * FADES + share * cosine**2,
+            old.weight * FADES + share, old.times + 1, noise,
         )  # fmt: skip
         if len(self._told) > MAX_PEERS:
             self._told.popitem(last=False)
@@ -69,7 +73,8 @@ class Scores:
     def standing(self, peers: Collection[str] = ()) -> dict[str, float]:
         """By peer, its score over the median one of ``peers``, or of all. A score below the median counts as
         what it may be but for chance; 0 if that is below 0. 1 for who was never told of. All 1 where that
-        median is not above 0: then most differ from this peer.
+        median is not above 0: then most differ from this peer. Chance is no greater than the usual one: who
+        is now for us and now against us gains nothing by that.
 
         Law: where more than half are honest, the median lies among the scores of the honest. Where all is
         noise, nobody stands low."""
@@ -78,12 +83,13 @@ class Scores:
         usual = median_high(one.score for one in told.values()) if told else 0.0
         if usual <= 0:
             return dict.fromkeys(peers, 1.0)
-        found = {peer: max(one.score, min(one.most, usual)) / usual for peer, one in told.items()}
+        chance = median_high(one.variance for one in told.values())
+        found = {peer: max(one.score, min(one.most(chance), usual)) / usual for peer, one in told.items()}
         return {peer: max(0.0, found.get(peer, 1.0)) for peer in peers}
 
     def newcomers(self, peers: Collection[str]) -> set[str]:
-        """Those told of less than half as often as who was told of most, and less than ``KNOWN_AFTER``
+        """Those told of less than half as often as who was told of most, and less than half ``KNOWN_AFTER``
         times: as a run begins, and to who has just come, nobody is new."""
         counts = {peer: self._told.get(peer, Told()).times for peer in peers}
         most = max(counts.values(), default=0)
-        return {peer for peer, count in counts.items() if count < KNOWN_AFTER and 2 * count < most}
+        return {peer for peer, count in counts.items() if 2 * count < min(KNOWN_AFTER, most)}

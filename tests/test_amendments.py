@@ -84,6 +84,7 @@ def test_each_round_has_the_settings_that_were_said_for_it_in_whatever_order() -
         ("outer.clip", "rmsprop", "none"),
         ("clock.rounds", "1.5", "whole number"),
         ("clock.rounds", "-1", "at least 0"),
+        ("clock.rounds", "9" * 30, "at most"),  # peers could not tell it each other
         *((one, "2", r"fixed for the whole run; what may be amended: clock.rounds, outer.lr, ") for one in
           ("clock.round_s", "recipe", "codec.name", "outer", "outer.rule", "members", "salt", "", "x.y.z")),
     ],
@@ -243,6 +244,12 @@ def test_where_the_run_ends_is_asked_at_each_position() -> None:
     nobody.run_position = lambda: RunPosition(position=300.0, rounds=300)
     with pytest.raises(RunOver, match="round 300"):  # also for a newcomer, which has not heard
         Beginning(nobody, RunTerms(run).rounds, None, False).refuse_if_over()  # type: ignore[arg-type]
+    nobody.run_position = lambda: RunPosition(position=5.0, rounds=1)  # a stranger's word
+    for ends, resumed_at in ((60, 50.0), (0, 50.0), (0, None)):
+        known = RunTerms(RunConfig(clock=ClockConfig(rounds=ends)))
+        at_home = Beginning(nobody, known.rounds, resumed_at, False)  # type: ignore[arg-type]
+        assert not at_home._end(nobody.run_position())
+    nobody.run_position = lambda: RunPosition(position=300.0, rounds=300)
     ended = nobody_answers(0, 0, nobody.run_position(), 60)
     assert swarm_facts(Known(fold([]), 3.0, run=run, state=ended)).rounds_total == 300
     terms.amend([rounds(50, 0)])

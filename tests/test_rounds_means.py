@@ -21,10 +21,12 @@ from p2p_co2.protocol.rounds import (
 )
 from p2p_co2.protocol.rounds.attempt import Attempt, Share
 from p2p_co2.protocol.rounds.ballot import Ballot
+from p2p_co2.protocol.rounds.bounds import KEEP_DECISIONS
 from p2p_co2.protocol.rounds.certificate import Seals, Signer
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Distrusted, ReduceJob
 from p2p_co2.protocol.rounds.exchange import Exchange
+from p2p_co2.protocol.rounds.history import History
 from p2p_co2.protocol.rounds.parts import BlockRange, LineRates, divide
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.rounds.swarm import Outlet, RoundSwarm
@@ -82,6 +84,7 @@ def test_who_was_not_counted_has_no_say_and_without_a_defence_nobody_looks() -> 
         ((1, 1, 1, 1), {0: 0.2}, (-0.5, 0.7), False),  # ours was long, and is not counted as it was
         ((1, 1, 1, 1), {0: 0.2, 1: 0.2}, (-0.5, 0.7), False),
         ((1, 1, 1, 1), {0: 0.2, 1: 0.2, 2: 0.2}, None, True),  # most are cut: no rule does that
+        ((1, 1, 1, 1), {}, (0.0, 0.0, 0.0), False),  # ours is zeros there: that says nothing
         ((1, 1, 1, 1), {0: 0.0}, (0.1, 0.7), False),  # it was late, or forgotten,
         ((1, 1, 1, 1), {0: 0.0, 1: 0.0, 2: 0.0}, (-0.5, 0.7), True),  # but not by one that lies
     ],
@@ -120,6 +123,24 @@ def test_which_mean_is_refused(
         exchange.checked(job, Likeness(*told, *[1.0] * (4 - len(told))))
     assert exchange.findings.is_done
     assert exchange.findings.refused == ({(3, 0)} if is_refused else set())
+    assert not (likeness == (0.0, 0.0, 0.0) and swarm.repute.is_doubted(peers[3]))
+
+
+def test_newcomers_whose_slices_count_little_make_no_owner_a_liar() -> None:
+    """Who has been in all the last means is new to no honest owner; before, a tenth is all that many get."""
+    old, new = {PeerId("a"), PeerId("b"), PeerId("c")}, {PeerId("x"), PeerId("y"), PeerId("z")}
+    voters = RoundSwarm(PeerId("a"), SHAPE).voters
+    history = History()
+    voters.histories = [history]
+    assert voters.steady(0, old) == old  # as a run begins
+    history.version = 20
+    assert not voters.steady(0, old | new)  # it has just come
+    for round_ in range(21 - KEEP_DECISIONS, 21):
+        counted = [wire.Contributor(peer=one) for one in (old | new if round_ > 15 else old)]
+        part = wire.PartOutcome(contributors=counted)
+        outcome = wire.Outcome(key=wire.RoundKey(round=round_), parts=[part])
+        history.keep(wire.Decision(), outcome)
+    assert voters.steady(0, old | new) == old - {PeerId("a")}
 
 
 def refusals(members: int, by: Sequence[int]) -> Ballot:

@@ -174,9 +174,12 @@ class Beginning:
                 )
 
     def _end(self, last: RunPosition | None) -> int:
-        """The round that the run has ended with; 0 if this peer can begin, or go on from before its end."""
+        """The round that the run has ended with; 0 if this peer can begin, or go on from before its end. What
+        others say of an amended end is not signed by the organiser."""
         at = self._resumed_at if self._resumed_at is not None else last.position if last is not None else 0.0
-        rounds = (last.rounds if last is not None else 0) or self._rounds(at)
+        rounds, said = self._rounds(at), last.rounds if last is not None else 0
+        if rounds and (self._resumed_at is None or said > rounds):  # no stranger's word keeps a state away
+            rounds = said or rounds
         return rounds if at >= rounds else 0
 
 

@@ -304,14 +304,15 @@ class Exchange:
 
     def _check(self, part: int) -> None:
         """Have a mean looked at, where the run has a defence and we have a say. No honest owner lets the
-        slices of most voters count for less than a quarter: only those unlike most do, and refuse nothing."""
+        slices of most voters that are no newcomers count for less than a quarter: only those unlike most do,
+        and refuse nothing."""
         state = self.parts[part]
         weights = self.attempt.weights
         counted = dict(state.head[0].contributors if state.head else ())
         cut = {peer for peer, weight in counted.items() if 4 * weight < weights[peer]}
         if not self.attempt.weight_cap or self._swarm.me not in self.attempt.senders[part]:
             return
-        judges = ({*self._swarm.voters.all()} - {self._swarm.me}) & counted.keys() or counted.keys()
+        judges = self._swarm.voters.steady(self.attempt.fragment, counted.keys())
         if 2 * len(cut & judges) > len(judges):
             self.findings[part, state.generation] = state.owner, BAD
         elif has_a_say(self._swarm.me, self.attempt.shares):
@@ -326,7 +327,9 @@ class Exchange:
         if state.generation != job.generation:
             return
         is_true = may_be_true(likeness, 0.0)
-        self._swarm.repute.looked_at(state.owner, likeness.cosine if is_true else -1.0)
+        if likeness.size > 0 or not is_true:  # beside a slice of zeros all means look alike
+            cosine = likeness.cosine if is_true else -1.0
+            self._swarm.repute.looked_at(state.owner, cosine, likeness.length if is_true else 1.0)
         if (job.part, job.generation) in self.findings:
             self.findings[job.part, job.generation] = state.owner, likeness
 

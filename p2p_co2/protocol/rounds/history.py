@@ -147,6 +147,12 @@ class History:
         self.workers = frozenset[str]().union(*(workers_of(one) for _, one in self._commits.values()))
 
     @property
+    def steady(self) -> frozenset[str]:
+        """Whose slices are in each of the kept commits."""
+        workers = [workers_of(one) for _, one in self._commits.values()]
+        return frozenset.intersection(*workers) if workers else frozenset()
+
+    @property
     def is_full(self) -> bool:
         """Whether nobody is missing in ``workers``: the last commits are known, or all since the start."""
         return len(self._commits) == bounds.KEEP_DECISIONS or 1 in self._commits

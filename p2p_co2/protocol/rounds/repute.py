@@ -26,8 +26,8 @@ HARDEST = 1 / 4
 """What one round may leave of an owner's claim."""
 LEAST = 1 / 64
 """What all rounds may leave of it."""
-LOW = 1 / 4
-"""Of a standing."""
+LOW, LOW_BY_MEANS = 1 / 4, 1 / 2
+"""Of a standing. Means are of the same slices nearly, so they differ by less than slices do."""
 WORK, MEANS = "its work went against ours", "there was little of our work in its means"
 FORGIVING = 1.1
 """For each round without being late."""
@@ -88,10 +88,11 @@ class Repute:
         for peer, one in standing.items():
             self._stands(peer, WORK, is_low=one < LOW)
 
-    def looked_at(self, owner: PeerId, cosine: float) -> None:
-        """What a mean of ``owner`` was like beside our slice."""
-        self._means.tell(owner, cosine)
-        self._stands(owner, MEANS, is_low=self._means.standing()[owner] < LOW)
+    def looked_at(self, owner: PeerId, cosine: float, length: float = 1.0) -> None:
+        """What a mean of ``owner`` was like beside our slice. A longer one says so much less: honest ones are
+        shorter mostly."""
+        self._means.tell(owner, cosine / max(1.0, length))
+        self._stands(owner, MEANS, is_low=self._means.standing()[owner] < LOW_BY_MEANS)
 
     def _stands(self, peer: PeerId, by: str, *, is_low: bool) -> None:
         times = self._low.pop((peer, by), 0) + 1

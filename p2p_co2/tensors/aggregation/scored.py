@@ -13,6 +13,9 @@ from p2p_co2.tensors.aggregation.centred import centred
 
 BENEFIT = 2.0
 """Of the doubt, since scores are noisy: times a standing that bears out no more than the median weight."""
+SHORTER = 2.0
+"""Times than ours that a slice may be for the same work. A still shorter one says so much less: else many
+little ones for us bear out a few long ones against us."""
 NEWCOMERS = 1 / 10
 """Of the mean: what all newcomers together have, at most. Names are free."""
 
@@ -37,7 +40,7 @@ class ScoredMean(AggregationRule):
         if len(slices) <= self.uses or not slices.values:
             return Mean(slices.mean(weights), tuple(weights))
         products = slices.products()[0]
-        standing = self._standing(slices.peers, products, slices.values**-0.5)
+        standing = self._standing(slices.peers, products, weights, slices.values**-0.5)
         usual = median_low(weights)
         believed = [
             min(weight, usual * borne_out(one)) for weight, one in zip(weights, standing, strict=True)
@@ -55,15 +58,20 @@ class ScoredMean(AggregationRule):
         return Mean(slices.mean(counted), tuple(counted), tuple(standing))
 
     def _standing(
-        self, peers: Sequence[str], products: Sequence[Sequence[float]], noise: float
-    ) -> list[float]:
+        self, peers: Sequence[str], products: Sequence[Sequence[float]], weights: Sequence[float],
+        noise: float,
+    ) -> list[float]:  # fmt: skip
         if self.uses > 1 or self.me not in peers:
             return [math.inf] * len(peers)
-        mine = peers.index(self.me)
+        mine, usual = peers.index(self.me), median_low(weights)
         for index, peer in enumerate(peers):
             square = products[mine][mine] * products[index][index]
             if index != mine and square > 0:
-                self._scores.tell(peer, products[mine][index] / math.sqrt(square), noise)
+                cosine = products[mine][index] / math.sqrt(square)
+                length = math.sqrt(products[index][index] / products[mine][mine])
+                done = min(1.0, weights[index] / weights[mine])
+                share = min(1.0, weights[index] / usual)
+                self._scores.tell(peer, cosine * min(1.0, SHORTER * length / done), noise, share)
         standing = self._scores.standing([peer for peer in peers if peer != self.me])
         return [standing.get(peer, math.inf) for peer in peers]
 
