@@ -49,7 +49,7 @@ from p2p_co2.config import ClockConfig, PeerConfig, RunConfig
 from p2p_co2.errors import P2PCo2Error, PeerLost
 from p2p_co2.node.network import Network
 from p2p_co2.protocol.rounds.events import Likeness
-from p2p_co2.protocol.rounds.exchange import may_be_true
+from p2p_co2.protocol.rounds.exchange import BAD, may_be_true
 from p2p_co2.protocol.rounds.repute import Repute
 from p2p_co2.recipes import load_recipe, recipe_digest
 from p2p_co2.rule_specs import AGGREGATION_RULES
@@ -203,8 +203,7 @@ class LyingPeers(Liars):
             if peer in self.honest and peer != owner:
                 likeness = Likeness(*compare(codec, payload, mean.encoded))
                 is_true = may_be_true(likeness, 0.0)
-                told = (likeness.cosine, likeness.length) if is_true else (-1.0, 1.0)
-                self._reputes[PeerId(peer)].looked_at(owner, *told)
+                self._reputes[PeerId(peer)].looked_at(owner, likeness if is_true else BAD)
                 refused += not is_true and 4 * counted >= weight
         if 2 * refused <= len(slices) - 1:
             return mean

@@ -313,7 +313,7 @@ def test_who_stands_low_with_a_coordinator_averages_no_part_of_its_rounds(by: st
         if by == "slices":
             peer.machine.scored({other: 0.1 if other == low else 1.0 for other in net.names if name != low})
         for other in net.names if by == "means" and name != low else ():
-            peer.machine.swarm.repute.looked_at(other, 0.0 if other == low else 0.5)
+            peer.machine.swarm.repute.looked_at(other, Likeness(0.0 if other == low else 0.5, 0.5, 1.0))
     net.finds_itself = lambda name, job: by == "slices" or owner_of(net, job) != low  # type: ignore
     for fragment in range(6):
         net.offer_all(fragment=fragment)

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p_co2.protocol.rounds.events import Distrusted
-from p2p_co2.protocol.rounds.repute import LOW, Repute
+from p2p_co2.protocol.rounds.events import Distrusted, Likeness
+from p2p_co2.protocol.rounds.repute import LOW, Repute, truth_of
 from p2p_co2.scores import FADES, KNOWN_AFTER, Scores
 from p2p_co2.tensors.aggregation import get_rule, reduce_slices
 from p2p_co2.tensors.aggregation.scored import borne_out
@@ -143,6 +143,15 @@ def test_little_help_bears_out_no_long_slices_against_us() -> None:
     assert max(counted[KNOWN_AFTER:]) < 0.01
 
 
+def test_who_does_little_work_stands_as_others_do_for_its_work() -> None:
+    rule = get_rule("scored", me="a")
+    for turn in range(KNOWN_AFTER):
+        parts = [(peer, 25.0, slice_of(9 * turn + seed, noise=20.0)) for seed, peer in enumerate("abc")]
+        slow = slice_of(9 * turn + 3, 0.04, noise=100.0)
+        told = reduce_slices(rule, CODEC, [*parts, ("d", 1.0, slow)])
+    assert told.standing[3] > LOW
+
+
 def test_slices_of_zeros_and_a_mean_without_ones_own_slice_tell_nothing() -> None:
     rule = get_rule("scored", me="a")
     zeros = bytes(CODEC.encode(torch.zeros(SIZE)).numpy())
@@ -183,19 +192,34 @@ def test_who_works_against_a_peer_is_asked_last_averages_nothing_and_is_named_on
     assert not repute.is_doubted(liar)
 
 
-def test_an_owner_whose_means_hold_nothing_of_ones_work_averages_no_more_for_now() -> None:
+@pytest.mark.parametrize(
+    ("cosine", "length", "truth"),
+    [(0.5, 0.5, 0.5), (0.5, 1.0, 0.25), (0.5, 0.1, 0.1), (0.5, 0.25, 0.25), (0.0, 1.0, 0.0),
+     (-0.3, 0.3, -0.3), (-1.0, math.inf, -1.0), (0.0, 0.0, 0.0)],
+)  # fmt: skip
+def test_what_a_mean_has_of_the_slices(cosine: float, length: float, truth: float) -> None:
+    assert truth_of(Likeness(cosine, length, 1.0)) == pytest.approx(truth)
+
+
+def test_a_mean_of_equal_slices_is_as_long_as_its_cosine_says() -> None:
+    random_ = torch.Generator().manual_seed(3)
+    slices = torch.randn(8, 4096, generator=random_) + torch.randn(4096, generator=random_)
+    mean = slices.mean(0)
+    cosines = slices @ mean / slices.norm(dim=1) / mean.norm()
+    lengths = mean.norm() / slices.norm(dim=1)
+    torch.testing.assert_close(cosines.mean(), lengths.mean(), rtol=0.01, atol=0)
+
+
+def test_an_owner_whose_means_are_other_than_the_slices_averages_no_more_for_now() -> None:
     repute = Repute()
+    likenesses = {
+        "a": (0.5, 0.6), "b": (0.4, 0.4), "c": (0.5, 0.4), "d": (0.45, 0.5), "noise": (0.01, 0.5),
+        "flip": (-0.19, 0.5), "long": (0.3, 1.2), "e": (0.5, 0.5), "f": (0.4, 0.5),
+        "short": (0.5, 0.05), "zeros": (0.0, 0.0),
+    }  # fmt: skip
     for _ in range(8):
-        for owner, cosine in (("a", 0.5), ("b", 0.4), ("noise", 0.01), ("flip", -0.19)):
-            repute.looked_at(PeerId(owner), cosine)
-    doubted = {owner for owner in ("a", "b", "noise", "flip") if repute.is_doubted(PeerId(owner))}
-    assert doubted == {"noise", "flip"}
+        for owner, (cosine, length) in likenesses.items():
+            repute.looked_at(PeerId(owner), Likeness(cosine, length, 1.0))
+    doubted = {owner for owner in likenesses if repute.is_doubted(PeerId(owner))}
+    assert doubted == {"noise", "flip", "long", "short", "zeros"}
     assert not repute.has_lied(PeerId("noise"))
-
-
-def test_a_long_mean_says_less_for_its_owner() -> None:
-    repute = Repute()
-    for _ in range(8):
-        for owner, cosine, length in (("a", 0.5, 0.6), ("b", 0.4, 1.2), ("c", 0.5, 0.5), ("long", 0.3, 2.6)):
-            repute.looked_at(PeerId(owner), cosine, length)
-    assert [owner for owner in ("a", "b", "c", "long") if repute.is_doubted(PeerId(owner))] == ["long"]

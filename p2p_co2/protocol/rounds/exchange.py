@@ -328,8 +328,7 @@ class Exchange:
             return
         is_true = may_be_true(likeness, 0.0)
         if likeness.size > 0 or not is_true:  # beside a slice of zeros all means look alike
-            cosine = likeness.cosine if is_true else -1.0
-            self._swarm.repute.looked_at(state.owner, cosine, likeness.length if is_true else 1.0)
+            self._swarm.repute.looked_at(state.owner, likeness if is_true else BAD)
         if (job.part, job.generation) in self.findings:
             self.findings[job.part, job.generation] = state.owner, likeness
 

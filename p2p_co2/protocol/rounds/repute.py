@@ -9,7 +9,7 @@ from math import inf
 from statistics import median_low
 
 from p2p_co2.protocol.rounds import bounds
-from p2p_co2.protocol.rounds.events import Distrusted
+from p2p_co2.protocol.rounds.events import Distrusted, Likeness
 from p2p_co2.scores import KNOWN_AFTER, Scores
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
@@ -31,6 +31,13 @@ LOW, LOW_BY_MEANS = 1 / 4, 1 / 2
 WORK, MEANS = "its work went against ours", "there was little of our work in its means"
 FORGIVING = 1.1
 """For each round without being late."""
+
+
+def truth_of(likeness: Likeness) -> float:
+    """How much of a mean seems to be of the slices: its cosine where it is as long as that; the less, the
+    longer or shorter it is; below 0 if it points away."""
+    cosine, length = likeness.cosine, likeness.length
+    return min(length, cosine**2 / length) if min(cosine, length) > 0 else cosine
 
 
 class Repute:
@@ -88,10 +95,13 @@ class Repute:
         for peer, one in standing.items():
             self._stands(peer, WORK, is_low=one < LOW)
 
-    def looked_at(self, owner: PeerId, cosine: float, length: float = 1.0) -> None:
-        """What a mean of ``owner`` was like beside our slice. A longer one says so much less: honest ones are
-        shorter mostly."""
-        self._means.tell(owner, cosine / max(1.0, length))
+    def looked_at(self, owner: PeerId, likeness: Likeness) -> None:
+        """What a mean of ``owner`` was like beside our slice.
+
+        Law: a mean m of equal slices s has <s, m> = <m, m> on average, so it is as long as its cosine says. A
+        longer one holds what nobody sent, and a shorter one lacks some of what all did.
+        """
+        self._means.tell(owner, truth_of(likeness))
         self._stands(owner, MEANS, is_low=self._means.standing()[owner] < LOW_BY_MEANS)
 
     def _stands(self, peer: PeerId, by: str, *, is_low: bool) -> None:

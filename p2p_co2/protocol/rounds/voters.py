@@ -55,13 +55,13 @@ class Voters:
             self._look_for_others()
         return frozenset(found or training)
 
-    def steady(self, fragment: int, counted: Collection[PeerId]) -> Collection[PeerId]:
+    def steady(self, fragment: int, counted: Collection[PeerId]) -> set[PeerId]:
         """Of those that count in a mean, the others that are new to nobody: they are in all the last commits.
         As a run begins, all that vote, or all; nobody, where this peer does not know these commits."""
         history = self.histories[fragment] if self.histories else None
         if history is None or not history.version:
-            return ({*self.all()} - {self._me}) & {*counted} or counted
-        return (history.steady - {self._me}) & {*counted} if history.is_full else frozenset()
+            return ({*self.all()} - {self._me}) & {*counted} or {*counted}
+        return {*counted} & history.steady - {self._me} if history.is_full else set()
 
     def _look_for_others(self) -> None:
         self._has_met_others = any(peer in self.met for peer in self._live if peer != self._me)

@@ -29,7 +29,7 @@ from p2p_co2.tensors.codec.base import LARGEST
 
 class Mean(NamedTuple):
     """``encoded``: a mean. ``weights``: what each slice counted with in it, at most what was asked for it, in
-    the order of the slices. ``standing``: as ``Scores`` has it, of who sent them; empty if none is kept."""
+    the order of the slices. ``standing``: of who sent them, for their work; empty if none is kept."""
 
     encoded: memoryview
     weights: tuple[float, ...]

@@ -9,7 +9,7 @@ from statistics import median_low
 
 from p2p_co2.scores import Scores
 from p2p_co2.tensors.aggregation.base import AggregationRule, Mean, Slices
-from p2p_co2.tensors.aggregation.centred import centred
+from p2p_co2.tensors.aggregation.centred import LONGEST, centred
 
 BENEFIT = 2.0
 """Of the doubt, since scores are noisy: times a standing that bears out no more than the median weight."""
@@ -55,7 +55,11 @@ class ScoredMean(AggregationRule):
         for index, weight in zip(kept, among, strict=True):
             counted[index] = weight
         self._limit_newcomers(slices.peers, counted)
-        return Mean(slices.mean(counted), tuple(counted), tuple(standing))
+        # Of who has made little work no more can be expected.
+        told = [
+            one / math.sqrt(min(1.0, weight / usual)) for one, weight in zip(standing, weights, strict=True)
+        ]
+        return Mean(slices.mean(counted), tuple(counted), tuple(told))
 
     def _standing(
         self, peers: Sequence[str], products: Sequence[Sequence[float]], weights: Sequence[float],
@@ -71,7 +75,9 @@ class ScoredMean(AggregationRule):
                 length = math.sqrt(products[index][index] / products[mine][mine])
                 done = min(1.0, weights[index] / weights[mine])
                 share = min(1.0, weights[index] / usual)
-                self._scores.tell(peer, cosine * min(1.0, SHORTER * length / done), noise, share)
+                # What is against us harms by its length; it is cut later.
+                says = min(1.0, SHORTER * length / done) if cosine > 0 else min(LONGEST, max(1.0, length))
+                self._scores.tell(peer, cosine * says, noise, share)
         standing = self._scores.standing([peer for peer in peers if peer != self.me])
         return [standing.get(peer, math.inf) for peer in peers]
 
