@@ -103,15 +103,19 @@ def scaled(codec: Codec, mean: Buffer, times: float) -> memoryview:
 # ---- laboratory
 
 
+def _direction(honest: Tensor) -> Tensor:
+    return honest.mean(0) / honest.mean(0).norm().clamp_min(1e-12)
+
+
 def _min_max(honest: Tensor) -> Tensor:
     """As far against their mean as two of them lie apart (Shejwalkar and Houmansadr 2021, "Min-Max")."""
-    mean, far = honest.mean(0), torch.cdist(honest, honest).max()
+    mean, away, far = honest.mean(0), _direction(honest), torch.cdist(honest, honest).max()
     least, most = 0.0, float(10 * far)
     for _ in range(20):
         middle = (least + most) / 2
-        moved = mean - middle * mean / mean.norm().clamp_min(1e-12)
-        least, most = (middle, most) if (honest - moved).norm(dim=1).max() <= far else (least, middle)
-    return mean - least * mean / mean.norm().clamp_min(1e-12)
+        is_near = (honest - mean + middle * away).norm(dim=1).max() <= far
+        least, most = (middle, most) if is_near else (least, middle)
+    return mean - least * away
 
 
 def _noise(like: Tensor) -> Tensor:
@@ -130,10 +134,12 @@ ATTACKS: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "alie": lambda honest, own, first, last: honest.mean(0) - honest.std(0),
     "min-max": lambda honest, own, first, last: _min_max(honest),
     "sleeper": lambda honest, own, first, last: -own,
+    "pulse": lambda honest, own, first, last: -2 * own.norm() * _direction(honest),
     "poison": lambda honest, own, first, last: own,
 }
 """What a liar sends, of what the honest and itself learned in this exchange, and the honest mean of the first
-one and of the last. A sleeper begins after ``SLEEPS``; who poisons learned from text in another alphabet."""
+one and of the last. A sleeper begins after ``SLEEPS``, "pulse" lies every third time; who poisons learned
+from text in another alphabet."""
 MEANS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "owner flip": torch.neg, "owner ten times": lambda mean: 10 * mean, "owner noise": _noise,
     "owner zeros": torch.zeros_like,
@@ -159,7 +165,8 @@ class LyingPeers(Liars):
 
     @property
     def _lies(self) -> bool:
-        return self._attack != "sleeper" or self.exchange >= SLEEPS * FRAGMENTS
+        is_awake = self._attack != "sleeper" or self.exchange >= SLEEPS * FRAGMENTS
+        return is_awake and (self._attack != "pulse" or self.exchange % 3 == 0)
 
     def read(self, rows: Tensor) -> Tensor:
         if self._attack == "poison":
