@@ -106,7 +106,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
 def _rounds_total(known: Known, peers: Sequence[PeerFacts]) -> int:
     """When the run ends, as most of ``peers`` say, for its organiser may have amended it; 0 for never."""
     heard = [known.view.peers[one.peer].progress.rounds for one in peers if one.peer in known.view.peers]
-    told = Counter(rounds for rounds in heard if rounds >= 0)
+    told = Counter(rounds for rounds in heard if rounds > 0)
     of_file = known.run.clock.rounds if known.run else 0
     return told.most_common(1)[0][0] if told else known.state.rounds or of_file
 

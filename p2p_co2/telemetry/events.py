@@ -131,8 +131,8 @@ class Progress(Event):
     up_bytes: int
     down_bytes: int
     versions: tuple[int, ...]
-    rounds: int = -1
-    """When the run ends, which its organiser may amend; 0 for never, -1 if it is not said."""
+    rounds: int = 0
+    """When the run ends, which its organiser may amend; 0 for never, or if it is not said."""
 
 
 class StageProgress(Event):
