@@ -144,7 +144,7 @@ def _progress_printer(run: RunConfig, folder: Path) -> EventSink:
             return
         told_at = event.at
         words = f"round {event.position:.1f}"
-        rounds = clock.rounds if event.rounds < 0 else event.rounds
+        rounds = event.rounds or clock.rounds
         if rounds:
             words += f" of {rounds}"
         if rounds and clock.mode == "time":
