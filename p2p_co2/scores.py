@@ -80,7 +80,10 @@ class Scores:
         noise, nobody stands low."""
         peers = peers or self._told.keys()
         told = {peer: self._told[peer] for peer in peers if peer in self._told}
-        usual = median_high(one.score for one in told.values()) if told else 0.0
+        # Some may be late, so most of those that are here may be liars; but not most of all that are known.
+        usual = max(
+            (median_high(one.score for one in of.values()) for of in (told, self._told) if of), default=0.0
+        )
         if usual <= 0:
             return dict.fromkeys(peers, 1.0)
         chance = median_high(one.variance for one in told.values())

@@ -73,6 +73,11 @@ def test_whatever_fewer_than_half_send_the_honest_stand_where_they_did(
     assert all(worth[str(len(honest) + at)] == 0.0 for at, one in enumerate(lies) if one <= 0)
 
 
+def test_liars_gain_nothing_where_honest_peers_are_late() -> None:
+    scores = scored(b=[0.3], c=[0.2], d=[0.3], e=[0.2], x=[-0.3], y=[-0.3], z=[-0.3])
+    assert scores.standing("bxyz") == pytest.approx({"b": 1.5, "x": 0.0, "y": 0.0, "z": 0.0})
+
+
 def test_memory_is_bounded_and_the_longest_silent_are_forgotten() -> None:
     scores = Scores()
     for index in range(MAX_PEERS + 9):
