@@ -50,7 +50,7 @@ TOO_LARGE = {
 }
 """The classes that may be larger than the rule, each with its reason."""
 REACHED = {
-    "product lines": 56_006,
+    "product lines": 56_009,
     "test lines": 42_100,
     "module constants of time": 123,
     "numeric module constants": 514,
