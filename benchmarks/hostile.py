@@ -9,8 +9,8 @@ what the honest learned, claim a million times their work, and average as they l
 slices alone, and as few of the others' as nobody refuses. In the attacks that begin with "owner" they send
 honest slices and lie about means. Members look at means, remember and divide by the product's own code. A
 mean that most refuse is made again by the rule. Reported: held-out loss over that of the honest alone, who
-are as many as the rest; the exchange from which the middle liar's slices count nothing with most; how often
-an honest one's do. "": nobody lies, over rule "centred".
+are as many as the rest; the round in which most first doubt the middle liar, by slices or means; how often
+an honest one's slices count nothing. "": nobody lies, over rule "centred".
 
 ``lies``: each case is a line of ``CASES``: who is there, and what the last of them do. Liars run the product
 with one function changed. Rounds are by inner steps, so a loss depends on the machine only where a peer is
@@ -150,14 +150,14 @@ FRAGMENTS = len(SHORT.names())
 
 
 class LyingPeers(Liars):
-    """The last ``liars`` of ``peers``. ``zero_at``: by liar, the exchange from which on its slices count
-    nothing with most; ``zeros``: of the honest by the honest, how many counted nothing, of how many."""
+    """The last ``liars`` of ``peers``. ``doubted_at``: by liar, the round in which most of the
+    honest first doubt it; ``zeros``: of the honest by the honest, how many counted nothing, of how many."""
 
     def __init__(self, peers: int, liars: int, attack: str) -> None:
         super().__init__()
         everybody = [PeerId(str(number)) for number in range(peers)]
         self.honest, self.names, self.claim = everybody[: peers - liars], everybody[peers - liars :], 1e6
-        self.zero_at, self.zeros, self.exchange = dict[str, int](), [0, 0], -1
+        self.doubted_at, self.zeros, self.exchange = dict[str, int](), [0, 0], -1
         self._attack = attack
         self._reputes = {peer: Repute() for peer in self.honest}
         self._first, self._last = dict[str, Tensor](), dict[str, Tensor]()
@@ -234,7 +234,7 @@ class LyingPeers(Liars):
         for peer in self.names:
             times = sum(repute.is_doubted(peer) for repute in self._reputes.values())
             if 2 * times > len(self.honest):
-                self.zero_at.setdefault(peer, self.exchange // FRAGMENTS + 1)
+                self.doubted_at.setdefault(peer, self.exchange // FRAGMENTS + 1)
 
 
 def _values(codec: Codec, payload: Buffer) -> Tensor:
@@ -250,18 +250,19 @@ def laboratory(options: argparse.Namespace) -> Figures:
         shaped = replace(fitted(replace(SHORT, peers=peers, codec="q2")), cap=options.cap)
         shaped = replace(shaped, slow=options.slow, shards=options.shards)
 
-        def loss_of(attack: str, rule: str) -> tuple[float, LyingPeers]:
-            lying = LyingPeers(peers, liars if attack else 0, attack)  # noqa: B023
-            made = train(replace(shaped, aggregation=rule), options.rounds, seed, lying)[1]  # noqa: B023
-            return held_out_loss(TEXT, made), lying
-
-        alone = loss_of("absent" if any(options.attacks) else "", "centred")[0]
-        for attack, rule in product(options.attacks, options.rules):
-            loss, lying = loss_of(attack, rule)
+        honest = "absent" if any(options.attacks) else ""
+        alone = 0.0
+        for attack, rule in ((honest, "centred"), *product(options.attacks, options.rules)):
+            lying = LyingPeers(peers, liars if attack else 0, attack)
+            made = train(replace(shaped, aggregation=rule), options.rounds, seed, lying)[1]
+            loss = held_out_loss(TEXT, made)
+            if not alone:
+                alone = loss
+                continue
             told = answer[f"{swarm} {rule} {attack or 'nobody lies'}, seed {seed}"] = {
                 "loss": round(loss, 4), "over_alone": round(loss / alone - 1, 4),
-                "zero_at": statistics.median_high(lying.zero_at.values()) if lying.zero_at else None,
-                "liars_at_zero": len(lying.zero_at),
+                "doubted_at": statistics.median_high(lying.doubted_at.values()) if lying.doubted_at else None,
+                "liars_doubted": len(lying.doubted_at),
                 "honest_at_zero": round(lying.zeros[0] / max(1, lying.zeros[1]), 4),
             }  # fmt: skip
             note(swarm, rule, attack, told)
