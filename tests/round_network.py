@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -49,9 +49,10 @@ def make_identity(seed: int) -> Identity:
 
 def forged_commit(
     identity: Identity, round_: int, digest: bytes, members: list[PeerId], attempt: bytes = bytes(16),
-    run: bytes = RUN, blocks: int = 16,
+    run: bytes = RUN, blocks: int = 16, others: Sequence[Identity] = (),
 ) -> Decision:  # fmt: skip
-    """A commit of a round that never was, with one signature; a certificate if it needs no more."""
+    """A commit of a round that never was, signed by ``identity`` and ``others``; a certificate if it needs no
+    more."""
     outcome = Outcome(
         key=RoundKey(fragment=0, round=round_, attempt=attempt), run=run, state_digest=digest,
         coordinator=identity.peer_id, live=len(members),
@@ -59,7 +60,7 @@ def forged_commit(
     outcome.members.extend(Member(peer=name, weight=1.0, offer_id=bytes(8)) for name in sorted(members))
     part = outcome.parts.add(start_block=0, stop_block=blocks, digest=hashlib.sha256(b"a lie").digest())
     part.contributors.extend(Contributor(peer=name, weight=1.0) for name in sorted(members))
-    return certify(outcome, identity)
+    return certify(outcome, identity, *others)
 
 
 def contributors_of(event: Committed) -> list[dict[str, float]]:

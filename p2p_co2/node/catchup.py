@@ -34,7 +34,10 @@ REPLAY_AT_MOST = 8
 
 class Agreement:
     """What heartbeats and this peer's own past say of where the swarm is. ``state``: where this peer is;
-    ``membership``: where the others say that they are. Views are remade when the membership changed."""
+    ``membership``: where the others say that they are. Views are remade when the membership changed.
+
+    Law: to a peer that has come to the run's end, the word of those counts on that have left it since. Else
+    who stays there is most of the swarm, however few they are."""
 
     def __init__(self, membership: Membership, state: PeerState) -> None:
         self._membership = membership
@@ -42,12 +45,19 @@ class Agreement:
         self._views: dict[int, tuple[int, View]] = {}
         self._newest = [-1] * len(state.agreed)
         """Versions that anybody held, or had, since this peer is done."""
+        self._ended: dict[PeerId, PeerInfo] = {}
+        """Who was done, too, since then."""
 
     # ---- what others say
 
     def _heard(self) -> dict[PeerId, PeerInfo]:
-        """The live peers whose word counts."""
-        return {p: info for p, info in self._membership.live.items() if self._state.counts(p)}
+        """The peers whose word counts."""
+        live = {p: info for p, info in self._membership.live.items() if self._state.counts(p)}
+        if self._state.local.phase != Status.DRAINING:
+            self._ended = {}
+            return live
+        self._ended |= {p: info for p, info in live.items() if info.status.phase == Status.DRAINING}
+        return self._ended | live
 
     @property
     def revision(self) -> int:
@@ -78,6 +88,14 @@ class Agreement:
             HeldState(agreed.version, agreed.digest), self._state.past(fragment), local.phase, is_done
         )
 
+    def donors(
+        self, fragment: int, version: int, digest: bytes, first: Collection[PeerId] = ()
+    ) -> tuple[PeerId, ...]:
+        """As ``policy.donors``, after those asked ``first``: who is live."""
+        live = {peer: said for peer, said in self.view(fragment).items() if peer in self._membership.live}
+        asked = [peer for peer in first if peer in live]
+        return (*asked, *(p for p in policy.donors(live, fragment, version, digest) if p not in asked))
+
     def at(self, fragment: int) -> tuple[View, Mine]:
         """What ``policy`` decides from."""
         return self.view(fragment), self.mine(fragment)
@@ -96,20 +114,6 @@ class Agreement:
         here = self._state.held
         live = self._membership.live.values()
         return all((info.versions, info.digests) == here for info in live)
-
-    # ---- whose rounds are replayed
-
-    def is_most(self, group: set[PeerId], signers: Collection[PeerId], fragment: int, version: int) -> bool:
-        """Whether at least half of the peers that train now and have yet to offer for ``fragment`` are in
-        ``group``. Those of it that have finished since count, too. A certificate may name anybody as a
-        member, so half of them must be ``signers``. One signer counts where half have reached the
-        ``version``, as they say themselves."""
-        live = self._heard()
-        training = {peer for peer, info in live.items() if info.status.offers_for(fragment)}
-        made_it = {peer for peer in group if peer in live and live[peer].status.phase in policy.MOVING}
-        others = (training | made_it) - {self._state.me}
-        is_borne_out = len(signers) >= min(2, len(others)) or policy.reached(*self.at(fragment)) >= version
-        return is_borne_out and 2 * len(signers) >= len(group) and 2 * len(made_it) >= len(others)
 
     # ---- what is lacking at the end
 
@@ -260,7 +264,7 @@ class CatchupController:
             return  # its bytes are on their way
         if (target := self._targets.get(fragment)) is not None:
             self._machine.fetcher.add_donors(
-                fragment, self._donors(fragment, target.version, target.digest), now
+                fragment, self._agreement.donors(fragment, target.version, target.digest), now
             )
             return
         early = now - since < move.wait_s and not joining
@@ -277,7 +281,7 @@ class CatchupController:
                 f"others, or of the strongest: going over to theirs; what only ours holds is lost{what}"
             )
             self._do.report(ev.Warned, text=text)
-        donors = self._donors(fragment, move.version, move.digest)
+        donors = self._agreement.donors(fragment, move.version, move.digest)
         self._targets[fragment] = Destination(move.version, move.digest, donors, move.why, here)
         self._fetch_next(fragment, whole=move.why is Why.OTHER)
 
@@ -314,9 +318,7 @@ class CatchupController:
         digest = target.digest
         if target.why is not Why.OTHER:
             digest = policy.digest_at(*self._agreement.at(fragment), version) or digest
-        live = self._agreement.view(fragment)
-        alive = tuple(peer for peer in target.donors if peer in live)
-        alive += tuple(p for p in self._donors(fragment, version, digest) if p not in alive)
+        alive = self._agreement.donors(fragment, version, digest, target.donors)
         rounds = self._replayable(fragment)
         if not whole and 0 < version - current <= rounds:
             goal = goals.Goal(goals.ROUND, fragment, current + 1, alive)
@@ -328,9 +330,6 @@ class CatchupController:
             oldest = version if whole else max(current + 1, version - rounds // 2)
             goal = goals.Goal(goals.STATE, fragment, version, alive, digest, oldest)
         self._machine.fetcher.want(goal, self._do.now())
-
-    def _donors(self, fragment: int, version: int, digest: bytes) -> tuple[PeerId, ...]:
-        return policy.donors(self._agreement.view(fragment), fragment, version, digest)
 
     def _fetch_whole(self, fragment: int) -> None:
         """A round does not follow our state: the state after it instead, unless only few have that."""
@@ -384,9 +383,8 @@ class CatchupController:
         agreed = self._state.agreed[fragment]
         if (outcome.key.fragment, outcome.key.round) != (fragment, event.version):
             raise RemoteProtocolError("bad decision", "of another round")
-        group = {PeerId(member.peer) for member in outcome.members}
-        if not self._agreement.is_most(group, signers_of(event.decision, outcome), fragment, event.version):
-            raise RemoteProtocolError(Offence.OTHER_HISTORY, "few of its group train here")
+        if not self._rounds.swarm.believes(signers_of(event.decision, outcome), fragment):
+            raise RemoteProtocolError(Offence.OTHER_HISTORY, "few of those that train here signed it")
         if agreed.version != event.version - 1:
             return None
         if outcome.state_digest != agreed.digest:

@@ -176,7 +176,7 @@ class FragmentRounds:
             is_taken_in = False
         else:
             is_taken_in = asking.is_taken_in(attempt, self._withdrawn)
-        are_known = attempt.is_quorum(self._swarm.known(attempt.shares))  # names are free
+        are_known = self._swarm.believes(attempt.shares.keys(), attempt.fragment)  # names are free
         if asking is None or not is_taken_in or not are_known:
             self.history.end(attempt.id)
             gone = wire.Result(key=attempt.key(), gave_up=True)
@@ -317,8 +317,7 @@ class FragmentRounds:
         attempt = outcome.key.attempt
         is_ours = member is not None and member.attempt.round == round_ and self.mine.is_in(attempt)
         signers = signers_of(decision, outcome)
-        members = [one.peer for one in outcome.members]
-        if not is_ours and not self._swarm.believes(signers, members, outcome.key.fragment):
+        if not self._swarm.believes(signers, outcome.key.fragment):
             return  # heartbeats tell where most are
         history = self.history
         if known is not None or history.version is None or round_ <= history.version:

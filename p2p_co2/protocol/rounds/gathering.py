@@ -55,7 +55,7 @@ class Roster:
         return [peer for peer in sorted(self.readies) if not self._swarm.is_missed(peer)]
 
     def live(self) -> list[PeerId]:
-        """Whose majority counts; with those who are done where the last one may make no round alone."""
+        """Whose majority counts; of many that are done, too."""
         done = self._swarm.done_with(self.fragment)
         return sorted({*self._swarm.voting_on(self.fragment), *self._voting(self.readies), *done})
 
@@ -97,8 +97,7 @@ class Roster:
 
     def is_too_late(self) -> bool:
         """Whether too many are done with the fragment for another round of it."""
-        done = set(self._swarm.done_with(self.fragment)) - self.readies.keys()
-        return bool(done) and len({*self._swarm.working_on(self.fragment), *self.readies}) <= len(done)
+        return self._swarm.is_over(self.fragment, self.readies.keys())
 
     # ---- camps
 

@@ -185,7 +185,7 @@ class Member:
             self._tell_lost(now)
         if self._ballot.leading() and self.certificate is None:
             if isinstance(self.state, Signed):
-                self.certificate = self._ballot.certificate(self.state.outcome)
+                self.certificate = self._certificate(self.state.outcome)
             if self.certificate is None:  # others have it
                 self._last.hurry(now)
         if self.certificate is None and not self._ballot.leading() and not self._may_commit():
@@ -199,11 +199,16 @@ class Member:
         in a mean that should hold it, say so instead: others may outvote us."""
         outcome = outcome_of(self.attempt, self._signer.run, [part.outcome for part in self.exchange.parts])
         self._become(Signed(outcome, now))
-        self.certificate = self._ballot.certificate(outcome)
+        self.certificate = self._certificate(outcome)
         if self.certificate is None and self.exchange.findings.refused:
             self._tell(self._result(now), now)
         elif self.certificate is None:
             self._tell(self._result(now, digest(outcome), self._signer.vote(outcome)), now)
+
+    def _certificate(self, outcome: bytes) -> Decision | None:
+        """The commit of ``outcome``, once so many have signed that this peer would believe it of others."""
+        is_believed = self._swarm.believes(self._ballot.voters(), self.attempt.fragment)
+        return self._ballot.certificate(outcome) if is_believed else None
 
     def _tell_lost(self, now: float) -> None:
         if self.exchange.lost(now) != self._ballot.lost.get(self._swarm.me, frozenset()):

@@ -43,6 +43,8 @@ class RoundSwarm:
         """What ``working_on`` said since ``live`` changed."""
         self._is_ending = False
         """Whether anybody is done with a fragment."""
+        self._ended: set[PeerId] = set()
+        """Voters that were done with a fragment while this peer was, gone or not."""
         self.my_versions: dict[int, int] = {}
         self.readies = Punctuality()
         """Who is in time with READY, also for the round before."""
@@ -63,6 +65,8 @@ class RoundSwarm:
         self.voters.set_live(self.live)
         self._working.clear()
         self._is_ending = any(view.finished for view in live.values())
+        ended = {peer for peer, view in live.items() if view.finished and peer in self.voters}
+        self._ended = self._ended | ended if live[self.me].finished else set()
         for habit in (self.readies, self.slices):
             habit.keep(self.live)
         self.lateness.keep(self.live)
@@ -81,15 +85,16 @@ class RoundSwarm:
         if coordinator != self.me:
             self.repute.failed(coordinator, fragment, why, now)
 
-    def believes(self, signers: Collection[PeerId], members: Collection[str], fragment: int) -> bool:
-        """Whether a commit that we were not in may be taken for the swarm's. Keys are free, so most signers
-        must be live here, and most of the other voters that offer for the fragment must be members. A
-        certificate may name anybody as a member: so half of them must have signed it, and no single one."""
-        signed = {peer for peer in signers if peer in self.live}
-        made_it = {peer for peer in map(PeerId, members) if peer in self.live and peer in self.voters}
-        others = {*self.voting_on(fragment), *made_it} - {self.me}
-        is_of_many = 2 * len(signed) >= len(members) and len(signed) >= min(2, len(others))
-        return is_of_many and 2 * len(signed) > len(signers) and 2 * len(made_it) > len(others)
+    def believes(self, signers: Collection[PeerId], fragment: int) -> bool:
+        """Whether so many signed a commit that it is the swarm's: half of the voters, those included that are
+        done with the fragment. Whom else a certificate names as members says nothing: they may not know.
+        A quorum is as many, unless its coordinator left some of them out. To a peer that is done itself those
+        count on that were done when they left: else who stays makes the end of a run as he likes."""
+        swarm = {*self.voters.all(), *self._done(fragment)}
+        if fragment in self.live[self.me].finished:
+            swarm |= self._ended
+        signed = {*self.known(signers)}
+        return 2 * len(signed) >= len(swarm | signed)
 
     def known(self, members: Iterable[PeerId]) -> list[PeerId]:
         """Those of a group that are live and have, or had, a vote, and this peer."""
@@ -113,14 +118,22 @@ class RoundSwarm:
         versions = sorted((self.version_of(one, fragment) or 0 for one in self.voters.all()), reverse=True)
         return (versions[(len(versions) - 1) // 2] if versions else 0) + AHEAD_AT_MOST
 
-    def done_with(self, fragment: int) -> list[PeerId]:
-        """Who has nothing more to offer for ``fragment`` in this run, where one is left. No round can begin
-        then: a mean of one is whatever that one likes."""
+    def _done(self, fragment: int) -> list[PeerId]:
+        """Who has, or had, a vote and nothing more to offer for ``fragment`` in this run."""
         if not self._is_ending:
             return []
-        done = [p for p, view in self.live.items() if fragment in view.finished and p in self.voters]
-        is_last_alone = len(done) > 1 and len(self.voting_on(fragment)) == 1
-        return done if is_last_alone else []
+        return [peer for peer, view in self.live.items() if fragment in view.finished and peer in self.voters]
+
+    def done_with(self, fragment: int) -> list[PeerId]:
+        """The same where they are many, who count in a quorum. So no round begins where most are done: what
+        a few make then is whatever they like."""
+        done = self._done(fragment)
+        return done if len(done) > 1 else []
+
+    def is_over(self, fragment: int, ready: Collection[PeerId] = ()) -> bool:
+        """Whether too many are done for another round of ``fragment``. Who is ``ready`` for one is not."""
+        done = {*self.done_with(fragment)} - {*ready}
+        return bool(done) and len({*self.working_on(fragment), *ready}) <= len(done)
 
     def is_live(self, peer: PeerId) -> bool:
         return peer in self.live
