@@ -122,6 +122,12 @@ def _noise(like: Tensor) -> Tensor:
     return torch.randn_like(like) * like.square().mean().sqrt()
 
 
+def _drifted(mean: Tensor) -> Tensor:
+    """Away in a direction that stays, as far as members hardly notice."""
+    away = torch.randn(len(mean), generator=torch.Generator().manual_seed(0))
+    return mean + 0.6 * mean.norm() * away / away.norm()
+
+
 ATTACKS: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "flip": lambda honest, own, first, last: -own,
     "ten times": lambda honest, own, first, last: 10 * own,
@@ -142,7 +148,7 @@ one and of the last. A sleeper begins after ``SLEEPS``, "pulse" lies every third
 from text in another alphabet."""
 MEANS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "owner flip": torch.neg, "owner ten times": lambda mean: 10 * mean, "owner noise": _noise,
-    "owner zeros": torch.zeros_like,
+    "owner zeros": torch.zeros_like, "owner drift": _drifted,
 }  # fmt: skip
 SLEEPS = 50
 """Exchanges of each fragment."""

@@ -52,7 +52,7 @@ blend_alpha = 0.5              # rule "blend" only
 blocking_rounds = 0            # training waits (bounded) for so many first exchanges of each fragment
 
 [aggregation]
-rule = ""                      # how slices become a mean: scored, centred, clipped, median, mean
+rule = ""                      # of slices: scored (among strangers), centred (friends), clipped, median, mean
 
 [pipeline]                     # a model that fits no peer: cut into stages, of which a peer holds one
 stages = 1                     # 1: every peer holds the whole model

@@ -126,8 +126,12 @@ class AggregationConfig(_Frozen):
     goes against that of the peer that averages. The others it treats as "centred" does, which lets no slice
     pull harder, nor lie further from the others, than most do (centred clipping, Karimireddy, He and Jaggi
     2021). "clipped" looks at lengths alone. "median" takes the median of each value, whatever the weights.
-    "mean" is the weighted mean, without defence. Left out or empty it is "scored", or "mean" where
-    ``weight_cap`` is 0."""
+    "mean" is the weighted mean, without defence. Left out or empty it is "scored", in a run with ``members``
+    "centred", and "mean" where ``weight_cap`` is 0.
+
+    "scored" is for strangers. Where half of the peers or more are ten times slower than the rest, it counts
+    too little of what the fast ones learned, and costs 3 to 12 % of the loss. Choose "centred" among
+    friends."""
 
     rule: str = "scored"
 
@@ -231,7 +235,7 @@ class RunConfig(_Frozen):
         """What a run file leaves out, or leaves empty."""
         table = settings.get("aggregation", {}) if isinstance(settings, dict) else None
         if isinstance(settings, dict) and isinstance(table, dict) and not table.get("rule"):
-            rule = implied_rule(settings.get("weight_cap", 1))
+            rule = implied_rule(settings.get("weight_cap", 1), members=settings.get("members") is True)
             return settings | {"aggregation": table | {"rule": rule}}
         return settings
 
@@ -287,7 +291,7 @@ class RunConfig(_Frozen):
             del settings["salt"]
         if not self.members:
             del settings["members"]
-        if self.aggregation.rule == implied_rule(self.weight_cap):
+        if self.aggregation.rule == implied_rule(self.weight_cap, members=self.members):
             del settings["aggregation"]
         return json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
 

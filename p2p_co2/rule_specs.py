@@ -46,6 +46,9 @@ AGGREGATION_RULES = {
 }
 
 
-def implied_rule(weight_cap: float) -> str:
-    """The aggregation rule of a run file that names none."""
-    return "scored" if weight_cap else "mean"
+def implied_rule(weight_cap: float, *, members: bool = False) -> str:
+    """The aggregation rule of a run file that names none. Who was invited by name is believed more: "scored"
+    costs a swarm of very different speeds some of the fast ones' work."""
+    if not weight_cap:
+        return "mean"
+    return "centred" if members else "scored"

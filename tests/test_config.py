@@ -184,9 +184,13 @@ def test_the_docstring_draws_the_tree() -> None:
 
 def test_the_aggregation_rule_is_the_run_files_and_one_that_is_implied_changes_no_digest() -> None:
     """Runs that were published before there was a rule to name keep their digests."""
-    for config, rule in ((RunConfig(), "scored"), (RunConfig(weight_cap=0.0), "mean")):
+    implied = {
+        "scored": RunConfig(), "centred": RunConfig(members=True), "mean": RunConfig(weight_cap=0.0),
+    }  # fmt: skip
+    for rule, config in implied.items():
         assert config.aggregation.rule == rule
         assert b"aggregation" not in config.canonical_bytes()
+        assert RunConfig.from_canonical_bytes(config.canonical_bytes()) == config
     named = RunConfig(aggregation=AggregationConfig(rule="mean"))
     assert named.digest() != RunConfig().digest()
     assert RunConfig.from_canonical_bytes(named.canonical_bytes()) == named

@@ -26,6 +26,50 @@ def test_the_word_of_one_that_is_passed_over_keeps_nobody_from_a_last_round(
     assert [event.group for event in drain(machine) if isinstance(event, Began)] == [(ME,)] * is_passed_over
 
 
+@pytest.mark.parametrize(
+    ("signers", "done", "left", "is_believed"),
+    [
+        (3, 0, 0, False), (4, 0, 0, True), (3, 5, 0, False), (4, 4, 0, True), (3, 4, 2, True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_done", [False, True])
+def test_half_of_the_voters_make_a_commit_and_those_that_are_done_are_voters(
+    signers: int, done: int, left: int, is_believed: bool, is_done: bool
+) -> None:
+    """Of seven others and this peer. To one that is done those that have left count on."""
+    machine = one_machine()
+    names = [make_identity(index).peer_id for index in range(8)]
+    finished = PeerView(training=False, finished=frozenset({0}))
+    views = {name: PeerView() for name in names[:-done]} if done else dict.fromkeys(names, PeerView())
+    views |= {name: finished for name in names[len(names) - done :]}
+    views[ME] = finished if is_done else PeerView()
+    machine.set_peers(views, 0.0)
+    machine.set_peers({name: view for name, view in views.items() if name not in names[8 - left :]}, 1.0)
+    made = machine.swarm.believes(names[1 : 1 + signers], 0)
+    assert made == (is_believed and not (left and is_done))
+
+
+def test_no_round_begins_where_half_are_done() -> None:
+    machine = one_machine()
+    names = [make_identity(index).peer_id for index in range(8)]
+    done = PeerView(training=False, finished=frozenset({0}))
+    for count, is_over in ((3, False), (4, True)):
+        machine.set_peers(
+            {name: done if index < count else PeerView() for index, name in enumerate(reversed(names))}, 0.0
+        )
+        assert machine.swarm.is_over(0) == is_over
+
+
+def test_no_coordinator_makes_the_swarm_smaller_than_a_member_sees_it() -> None:
+    """It tells three live peers where there are eight: a group that is no half of them is not joined."""
+    for names, is_joined in ((range(1, 3), True), (range(1, 8), False)):
+        machine, begin, first, _ = begun_member()
+        machine.set_peers({make_identity(index).peer_id: PeerView(1e6) for index in names}, 0.1)
+        machine.receive(begin, first, 0.5)
+        told = [m for _, m in machine.messages_to_send() if isinstance(m, wire.Result) and m.gave_up]
+        assert bool(told) != is_joined
+
+
 # ---- two attempts of one round
 
 

@@ -150,7 +150,9 @@ def refusals(members: int, by: Sequence[int]) -> Ballot:
         0, 1, bytes(16), {peer: Share(1.0, 0) for peer in peers}, (BlockRange(0, 4),), (peers[0],),
         (frozenset(peers),), bytes(32), peers[0], 1.0, 1.0, members, 4.0,
     )  # fmt: skip
-    ballot = Ballot(attempt, Seals(Signer(IDENTITIES[0], RUN), attempt), lambda peer, why: None)
+    ballot = Ballot(
+        attempt, Seals(Signer(IDENTITIES[0], RUN), attempt), lambda peer, why: None, lambda signers: True
+    )
     for index in by:
         message = wire.Result(key=attempt.key(), refused=[wire.LostPart(part=0, generation=0)])
         ballot.hear(message, peers[index])
@@ -262,7 +264,9 @@ def test_only_two_means_that_one_owner_signed_for_one_part_of_one_attempt_prove_
         0, 1, bytes(16), {peer: Share(1.0, 0) for peer in peers}, ranges, (peers[1], peers[2]),
         (frozenset(peers),) * 2, bytes(32), peers[0], 1.0, 1.0, 4, 4.0,
     )  # fmt: skip
-    ballot = Ballot(attempt, Seals(Signer(IDENTITIES[0], RUN), attempt), lambda peer, why: None)
+    ballot = Ballot(
+        attempt, Seals(Signer(IDENTITIES[0], RUN), attempt), lambda peer, why: None, lambda signers: True
+    )
 
     def signed(
         data: bytes,

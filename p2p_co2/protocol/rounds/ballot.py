@@ -23,14 +23,19 @@ SIGNATURE_BYTES = 64
 
 
 class Ballot:
-    """``refuse(peer, detail)`` hears of a signature that does not hold. ``gave_up``: members that make no
-    certificate of this attempt any more. ``lost``: by member, the (part, generation) whose mean it lacks.
-    ``two_faced``: owners that signed two means of one part."""
+    """``refuse(peer, detail)`` hears of a signature that does not hold. ``believes``: whether this peer would
+    believe a commit that these signed; a coordinator may tell too few live peers. ``gave_up``: members that
+    make no certificate of this attempt any more. ``lost``: by member, the (part, generation) whose mean it
+    lacks. ``two_faced``: owners that signed two means of one part."""
 
-    def __init__(self, attempt: Attempt, seals: Seals, refuse: Callable[[PeerId, str], None]) -> None:
+    def __init__(
+        self, attempt: Attempt, seals: Seals, refuse: Callable[[PeerId, str], None],
+        believes: Callable[[Collection[PeerId]], bool],
+    ) -> None:  # fmt: skip
         self._attempt = attempt
         self._seals = seals
         self._refuse = refuse
+        self._believes = believes
         self._votes: dict[PeerId, tuple[bytes, bytes]] = {}
         self._counts: Counter[bytes] = Counter()
         self.gave_up: set[PeerId] = set()
@@ -102,7 +107,7 @@ class Ballot:
         best = max(self._counts, key=self._weight, default=b"")
         if 2 * self._counts[best] < self._attempt.live:
             return b""
-        return best if best and self._attempt.is_quorum(self._of(best)) else b""
+        return best if best and self._may_be_made_by(self._of(best)) else b""
 
     def _weight(self, outcome: bytes) -> tuple[int, bool, bytes]:
         """Where two have half of the votes each, the coordinator's is the one that may be a quorum."""
@@ -138,7 +143,10 @@ class Ballot:
         """Whether some outcome may still have a quorum, if ``may_vote`` are those that can yet vote."""
         silent = self._votes.keys() | self.gave_up | self._refused.keys()
         open_ = {peer for peer in may_vote if peer not in silent}
-        return any(self._attempt.is_quorum({*self._of(one), *open_}) for one in (*self._counts, b""))
+        return any(self._may_be_made_by({*self._of(one), *open_}) for one in (*self._counts, b""))
+
+    def _may_be_made_by(self, signers: Collection[PeerId]) -> bool:
+        return self._attempt.is_quorum(signers) and self._believes(signers)
 
     def why(self) -> str:
         """Why there is no certificate, in words."""

@@ -112,8 +112,9 @@ class Member:
         self._swarm = swarm
         self._outlet = outlet
         self._ballot = Ballot(
-            attempt, exchange.seals, lambda peer, why: outlet.emit(Refused(peer, "bad signature", why))
-        )
+            attempt, exchange.seals, lambda peer, why: outlet.emit(Refused(peer, "bad signature", why)),
+            lambda signers: swarm.believes(signers, attempt.fragment),
+        )  # fmt: skip
         self._trusted = [peer for peer in attempt.shares if not swarm.repute.has_lied(peer)]
         self._last = Utterance(now)
         self._ends_at = now + attempt.result_within_s + bounds.GRACE_S
@@ -185,7 +186,7 @@ class Member:
             self._tell_lost(now)
         if self._ballot.leading() and self.certificate is None:
             if isinstance(self.state, Signed):
-                self.certificate = self._certificate(self.state.outcome)
+                self.certificate = self._ballot.certificate(self.state.outcome)
             if self.certificate is None:  # others have it
                 self._last.hurry(now)
         if self.certificate is None and not self._ballot.leading() and not self._may_commit():
@@ -199,16 +200,11 @@ class Member:
         in a mean that should hold it, say so instead: others may outvote us."""
         outcome = outcome_of(self.attempt, self._signer.run, [part.outcome for part in self.exchange.parts])
         self._become(Signed(outcome, now))
-        self.certificate = self._certificate(outcome)
+        self.certificate = self._ballot.certificate(outcome)
         if self.certificate is None and self.exchange.findings.refused:
             self._tell(self._result(now), now)
         elif self.certificate is None:
             self._tell(self._result(now, digest(outcome), self._signer.vote(outcome)), now)
-
-    def _certificate(self, outcome: bytes) -> Decision | None:
-        """The commit of ``outcome``, once so many have signed that this peer would believe it of others."""
-        is_believed = self._swarm.believes(self._ballot.voters(), self.attempt.fragment)
-        return self._ballot.certificate(outcome) if is_believed else None
 
     def _tell_lost(self, now: float) -> None:
         if self.exchange.lost(now) != self._ballot.lost.get(self._swarm.me, frozenset()):
