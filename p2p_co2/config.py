@@ -129,9 +129,8 @@ class AggregationConfig(_Frozen):
     "mean" is the weighted mean, without defence. Left out or empty it is "scored", in a run with ``members``
     "centred", and "mean" where ``weight_cap`` is 0.
 
-    "scored" is for strangers. Where half of the peers or more are ten times slower than the rest, it counts
-    too little of what the fast ones learned, and costs 3 to 12 % of the loss. Choose "centred" among
-    friends."""
+    "scored" is for strangers. It counts too little of what fast peers learned where most are ten times
+    slower: that costs 2 to 12 % of the loss. Choose "centred" among friends."""
 
     rule: str = "scored"
 

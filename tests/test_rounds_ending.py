@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from p2p_co2.protocol.rounds import Began, Doubted, PeerView
@@ -10,7 +12,8 @@ from tests.round_machine import DIGEST, begun_member, drain, offer_of, one_machi
 from tests.round_network import Network, make_identity
 from tests.test_rounds_certificates import signed
 
-ME, OTHER, THIRD = (make_identity(index).peer_id for index in range(3))
+NAMES = [make_identity(index).peer_id for index in range(8)]
+ME, OTHER, THIRD = NAMES[:3]
 
 
 @pytest.mark.parametrize("is_passed_over", [False, True])
@@ -28,36 +31,62 @@ def test_the_word_of_one_that_is_passed_over_keeps_nobody_from_a_last_round(
 
 @pytest.mark.parametrize(
     ("signers", "done", "left", "is_believed"),
-    [
-        (3, 0, 0, False), (4, 0, 0, True), (3, 5, 0, False), (4, 4, 0, True), (3, 4, 2, True),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("is_done", [False, True])
+    [(3, 0, 0, False), (4, 0, 0, True), (3, 5, 0, False), (4, 4, 0, True), (3, 5, 4, False), (4, 5, 4, True)],
+)
 def test_half_of_the_voters_make_a_commit_and_those_that_are_done_are_voters(
-    signers: int, done: int, left: int, is_believed: bool, is_done: bool
+    signers: int, done: int, left: int, is_believed: bool
 ) -> None:
-    """Of seven others and this peer. To one that is done those that have left count on."""
-    machine = one_machine()
-    names = [make_identity(index).peer_id for index in range(8)]
+    """Of seven others and this peer; also those count that left when they were done."""
+    machine, names = one_machine(), NAMES
     finished = PeerView(training=False, finished=frozenset({0}))
-    views = {name: PeerView() for name in names[:-done]} if done else dict.fromkeys(names, PeerView())
-    views |= {name: finished for name in names[len(names) - done :]}
-    views[ME] = finished if is_done else PeerView()
+    views = {name: finished if index >= len(names) - done else PeerView() for index, name in enumerate(names)}
     machine.set_peers(views, 0.0)
-    machine.set_peers({name: view for name, view in views.items() if name not in names[8 - left :]}, 1.0)
-    made = machine.swarm.believes(names[1 : 1 + signers], 0)
-    assert made == (is_believed and not (left and is_done))
+    machine.set_peers({name: views[name] for name in names[: len(names) - left]}, 1.0)
+    assert machine.swarm.believes(names[1 : 1 + signers], 0) == is_believed
 
 
-def test_no_round_begins_where_half_are_done() -> None:
+def test_no_round_begins_where_most_are_done() -> None:
     machine = one_machine()
-    names = [make_identity(index).peer_id for index in range(8)]
     done = PeerView(training=False, finished=frozenset({0}))
-    for count, is_over in ((3, False), (4, True)):
-        machine.set_peers(
-            {name: done if index < count else PeerView() for index, name in enumerate(reversed(names))}, 0.0
-        )
+    for count, left, is_over in ((4, 0, False), (5, 0, True), (5, 5, True), (0, 0, False)):
+        views = {
+            name: done if index >= len(NAMES) - count else PeerView() for index, name in enumerate(NAMES)
+        }
+        machine.set_peers(views, 0.0)
+        machine.set_peers({name: views[name] for name in NAMES[: len(NAMES) - left]}, 1.0)
         assert machine.swarm.is_over(0) == is_over
+
+
+@pytest.mark.parametrize(("peers", "liars", "crash"), [(8, 3, 2), (5, 2, 1), (4, 1, 1)])
+def test_who_says_that_it_is_done_holds_nobody_up(peers: int, liars: int, crash: int) -> None:
+    """Beside some that crashed they are half of the voters, until eight rounds are made without them."""
+    net = Network(peers)
+    net.notices = True
+    lying, view, again = net.names[:liars], net._view, net._offer_again
+    net.keep_offering(5.0)
+    net.run(60.0)
+    done = PeerView(1e6, training=False, finished=frozenset({0}))
+    net._view = lambda name: (  # type: ignore[method-assign]
+        replace(done, versions=(net.peers[name].version,)) if name in lying else view(name)
+    )
+    net._offer_again = lambda name, period_s: None if name in lying else again(name, period_s)  # type: ignore[method-assign]
+    net.run(100.0)
+    for victim in net.names[-crash:]:
+        net.crash(victim)
+    before = net.peers[net.names[liars]].version
+    net.run(100.0)
+    assert net.peers[net.names[liars]].version >= before + 10
+
+
+def test_a_signer_that_has_left_signed_nonetheless() -> None:
+    """Two of the three that signed a round of five go before the other two replay it."""
+    net = Network(5)
+    net.offer_all()
+    net.run_until_settled()
+    swarm = net.peers[net.names[0]].machine.swarm
+    swarm.set_live({name: net._view(name) for name in net.names[:3]})
+    assert swarm.believes(net.names[2:], 0)
+    assert not swarm.believes([net.names[1], *NAMES[6:]], 0)
 
 
 def test_no_coordinator_makes_the_swarm_smaller_than_a_member_sees_it() -> None:

@@ -17,7 +17,7 @@ from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.simnet.internet import KNOCK_EVERY_S, Endpoint, Internet, Parcel, Path, VirtualLinks
 from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime, loop_of
-from p2p_co2.telemetry.events import Event, PeerLeft, RoundCommitted
+from p2p_co2.telemetry.events import Event, PeerLeft, RoundAborted, RoundCommitted
 from p2p_co2.wire.envelope import Opened
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
@@ -100,6 +100,25 @@ def test_peers_that_count_steps_are_in_nearly_all_means_however_far_apart_their_
     )
     assert VirtualSwarm(settings, log).run().violations == []
     assert sum(held.values()) > 0.95 * 4 * len(held)
+
+
+@pytest.mark.parametrize(("peers", "quick"), [(4, 2), (5, 3)])
+def test_a_run_that_counts_steps_is_over_when_most_have_made_them(peers: int, quick: int) -> None:
+    """Three times as fast. Half of the peers go on to the end; fewer end with the others. No round is begun
+    in vain, and all end with one state."""
+    clock = ClockConfig(mode="steps", inner_steps_per_round=10, rounds=12)
+    run = RunConfig(name="steps", fragments=2, clock=clock)
+    settings = Settings(run=run, peers=peers, seed=0, profile="dsl", step_s=0.4, speed_spread=1.05)
+    log, aborted = EventLog(digests=False), list[RoundAborted]()
+    log.readers_of[RoundAborted].append(aborted.append)
+    swarm = VirtualSwarm(settings, log)
+    for volunteer in swarm.volunteers[quick:]:
+        volunteer.step_s *= 3
+    result = swarm.run()
+    assert result.violations == []
+    assert len(set(result.digests.values())) == 1
+    assert len(aborted) <= 1
+    assert (result.units < 110 * peers) == (2 * quick > peers)
 
 
 # ---- the net by hand

@@ -2,8 +2,8 @@
 
 Laws: what is adopted is what the peers that this one hears agree on, by digest. A state that a majority
 contradicts is refused and its donors counted. One that less than half have reached is not loaded unless two
-of them hold it. A round is replayed only upon the state that it was made upon, if most of those that this
-peer is with made it. Replay is preferred: it knows whether this peer's own work is in the missed means.
+of them hold it. A round is replayed only upon the state that it was made upon, if half of the voters signed
+it. Replay is preferred: it knows whether this peer's own work is in the missed means.
 """
 
 from __future__ import annotations

@@ -340,6 +340,11 @@ class Synchroniser:
 
     # ---- the end
 
+    def is_over(self, position: float) -> bool:
+        """Whether the run has had its last round: by ``position``, or since most have come to its end. Rounds
+        of a few, who count their own steps and are slower, would be made in vain."""
+        return self.account.is_over(position) or len(self._wire.over()) == len(self.versions)
+
     def flush(self, finished: bool) -> None:
         """Await what is in flight; if the run is over, offer what is left and wait until all agree."""
         self._stand_still(self.flush_waits(finished))

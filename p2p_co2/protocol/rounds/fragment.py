@@ -1,7 +1,7 @@
 """One fragment's rounds as a participant: the open offer from READY to its ending, and what others committed.
 
 Laws: at most one offer is open and it ends once. A commit is believed only if it makes the version after the
-newest one that we know, from the state that we hold. We must have been in it, or enough live peers signed it.
+newest one that we know, from the state that we hold, and if half of the voters signed it.
 No other attempt of a round is joined before the one that we left is over. What was held for an offer is
 forgotten with it.
 """
@@ -176,7 +176,9 @@ class FragmentRounds:
             is_taken_in = False
         else:
             is_taken_in = asking.is_taken_in(attempt, self._withdrawn)
-        are_known = self._swarm.believes(attempt.shares.keys(), attempt.fragment)  # names are free
+        members = attempt.shares.keys()  # names are free
+        are_known = attempt.is_quorum(self._swarm.known(members))
+        are_known = are_known and self._swarm.believes(members, attempt.fragment)
         if asking is None or not is_taken_in or not are_known:
             self.history.end(attempt.id)
             gone = wire.Result(key=attempt.key(), gave_up=True)
@@ -184,7 +186,7 @@ class FragmentRounds:
                 if peer != self._swarm.me and self._swarm.is_live(peer):
                     self._outlet.send(peer, gone)
             if asking is not None and is_taken_in:
-                asking.mistrust(sender, "most of its group never worked here", now)
+                asking.mistrust(sender, "its group is not half of those that work here", now)
             return
         attempt = self._coordination.clamped(attempt)  # not before: it costs more than all else
         if attempt.coordinator != asking.asked[-1]:

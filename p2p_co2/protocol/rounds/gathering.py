@@ -32,8 +32,8 @@ class Roster:
 
     Those that start from equal states are a camp. Laws: a round begins only with a majority of the live
     training peers that agree on the state they start from. Half of them is enough for the peer that is first
-    by rendezvous hash, in its own half. None begins that as many others have made already, though they are
-    done. Of newcomers a group takes so many that its ``voters`` are a quorum without them.
+    by rendezvous hash, in its own half. None begins where most are done, or that as many others have made
+    already. Of newcomers a group takes so many that its ``voters`` are a quorum without them.
     """
 
     def __init__(self, fragment: int, round_: int, swarm: RoundSwarm) -> None:
@@ -55,7 +55,7 @@ class Roster:
         return [peer for peer in sorted(self.readies) if not self._swarm.is_missed(peer)]
 
     def live(self) -> list[PeerId]:
-        """Whose majority counts; of many that are done, too."""
+        """Whose majority counts; those that are done, too."""
         done = self._swarm.done_with(self.fragment)
         return sorted({*self._swarm.voting_on(self.fragment), *self._voting(self.readies), *done})
 
@@ -83,8 +83,9 @@ class Roster:
         return min(count, 2 * len(group))  # of two that work, among others that are done: both
 
     def _decides(self, live: Collection[PeerId]) -> bool:
-        """Whether this peer is the first of them by hash."""
-        return coordination_order(live, self.fragment, self.round)[:1] == [self._swarm.me]
+        """Whether this peer is the first of them by hash, but for those that are done: they begin nothing."""
+        working = {*live} - {*self._swarm.done_with(self.fragment)}
+        return coordination_order(working, self.fragment, self.round)[:1] == [self._swarm.me]
 
     def _here(self) -> list[PeerId]:
         """Of the voters, who trains, or did so and is done with the fragment."""

@@ -43,8 +43,8 @@ class RoundSwarm:
         """What ``working_on`` said since ``live`` changed."""
         self._is_ending = False
         """Whether anybody is done with a fragment."""
-        self._ended: set[PeerId] = set()
-        """Voters that were done with a fragment while this peer was, gone or not."""
+        self._done: dict[int, set[PeerId]] = {}
+        """By fragment: voters that said that they are done with it; also those that left then."""
         self.my_versions: dict[int, int] = {}
         self.readies = Punctuality()
         """Who is in time with READY, also for the round before."""
@@ -65,8 +65,12 @@ class RoundSwarm:
         self.voters.set_live(self.live)
         self._working.clear()
         self._is_ending = any(view.finished for view in live.values())
-        ended = {peer for peer, view in live.items() if view.finished and peer in self.voters}
-        self._ended = self._ended | ended if live[self.me].finished else set()
+        if self._is_ending or self._done:
+            done = [(peer, view.finished) for peer, view in live.items() if view.finished]
+            done = [(peer, finished) for peer, finished in done if peer in self.voters]
+            for fragment in range(len(self.shape.blocks)):
+                gone = self._done.get(fragment, set()) - live.keys()
+                self._done[fragment] = gone | {peer for peer, finished in done if fragment in finished}
         for habit in (self.readies, self.slices):
             habit.keep(self.live)
         self.lateness.keep(self.live)
@@ -86,14 +90,11 @@ class RoundSwarm:
             self.repute.failed(coordinator, fragment, why, now)
 
     def believes(self, signers: Collection[PeerId], fragment: int) -> bool:
-        """Whether so many signed a commit that it is the swarm's: half of the voters, those included that are
-        done with the fragment. Whom else a certificate names as members says nothing: they may not know.
-        A quorum is as many, unless its coordinator left some of them out. To a peer that is done itself those
-        count on that were done when they left: else who stays makes the end of a run as he likes."""
-        swarm = {*self.voters.all(), *self._done(fragment)}
-        if fragment in self.live[self.me].finished:
-            swarm |= self._ended
-        signed = {*self.known(signers)}
+        """Whether so many signed a commit that it is the swarm's: half of the voters and of those that are
+        done with the fragment. Whom else a certificate names as members says nothing: they may not know."""
+        swarm = {*self.voters.all(), *self.done_with(fragment)}
+        here = {*self.known(signers)}
+        signed = {peer for peer in signers if peer in swarm | here or self.voters.has_worked(peer)}
         return 2 * len(signed) >= len(swarm | signed)
 
     def known(self, members: Iterable[PeerId]) -> list[PeerId]:
@@ -118,22 +119,16 @@ class RoundSwarm:
         versions = sorted((self.version_of(one, fragment) or 0 for one in self.voters.all()), reverse=True)
         return (versions[(len(versions) - 1) // 2] if versions else 0) + AHEAD_AT_MOST
 
-    def _done(self, fragment: int) -> list[PeerId]:
-        """Who has, or had, a vote and nothing more to offer for ``fragment`` in this run."""
-        if not self._is_ending:
-            return []
-        return [peer for peer, view in self.live.items() if fragment in view.finished and peer in self.voters]
-
-    def done_with(self, fragment: int) -> list[PeerId]:
-        """The same where they are many, who count in a quorum. So no round begins where most are done: what
-        a few make then is whatever they like."""
-        done = self._done(fragment)
-        return done if len(done) > 1 else []
+    def done_with(self, fragment: int) -> Collection[PeerId]:
+        """Who has come to the run's end and has nothing more to offer for ``fragment``, and is in its last
+        commits; also who left after that. They count in a quorum: else who stays makes the end of a run as he
+        likes."""
+        return self.voters.lately(fragment, self._done.get(fragment, ()))
 
     def is_over(self, fragment: int, ready: Collection[PeerId] = ()) -> bool:
-        """Whether too many are done for another round of ``fragment``. Who is ``ready`` for one is not."""
-        done = {*self.done_with(fragment)} - {*ready}
-        return bool(done) and len({*self.working_on(fragment), *ready}) <= len(done)
+        """Whether most are done with ``fragment``, so that no round can begin. Who is ``ready`` for one is
+        not."""
+        return len({*self.working_on(fragment), *ready}) < len({*self.done_with(fragment)} - {*ready})
 
     def is_live(self, peer: PeerId) -> bool:
         return peer in self.live

@@ -63,6 +63,12 @@ class Voters:
             return ({*self.all()} - {self._me}) & {*counted} or {*counted}
         return {*counted} & history.steady - {self._me} if history.is_full else set()
 
+    def lately(self, fragment: int, peers: Collection[PeerId]) -> Collection[PeerId]:
+        """Of ``peers``, whose slices are in the last commits of ``fragment``; all, as long as we do not know
+        these."""
+        history = self.histories[fragment] if self.histories else None
+        return {*peers} & history.workers if history is not None and history.is_full else {*peers}
+
     def _look_for_others(self) -> None:
         self._has_met_others = any(peer in self.met for peer in self._live if peer != self._me)
 
