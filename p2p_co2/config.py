@@ -58,7 +58,7 @@ class ClockConfig(_Frozen):
     ``mode`` is "time", or "steps" (laboratory, the papers' tables). ``round_s``: by time, position = (swarm
     time - start) / ``round_s``, seconds; fast and slow peers send together and are weighted by tokens.
     ``inner_steps_per_round``: by steps, position = inner steps / ``inner_steps_per_round``. ``rounds``: the
-    run ends at this position; 0 never."""
+    run ends at this position, and for all once most are there; 0 never."""
 
     mode: Literal["steps", "time"] = "time"
     inner_steps_per_round: int = Field(default=30, ge=1)
