@@ -89,7 +89,7 @@ class Training:
 
     @property
     def is_over(self) -> bool:
-        return self.sync.is_over(self.sync.position)
+        return self.sync.account.is_over(self.sync.position)
 
     def ask_to_leave(self) -> None:
         """Ctrl-C, while it trains: whatever it waits for, it looks up."""

@@ -165,7 +165,7 @@ class Peer:
     @property
     def over(self) -> bool:
         """True when the run has reached its last round."""
-        return self._sync.is_over(self._sync.position)
+        return self._sync.account.is_over(self._sync.position)
 
     def keep_place(self, place: Callable[[], str]) -> str:
         """Keep in each checkpoint what ``place`` says then: where the program is in its data. Returns what
@@ -224,7 +224,7 @@ class Peer:
             if others[0] > position and not (sync.figures.has_begun or view.live_trainers()):
                 position = others[0]
                 sync.clock.start(position, now, sync.inner_steps)
-            if (over := sync.is_over(position)) and between_steps:
+            if (over := sync.account.is_over(position)) and between_steps:
                 sync.position = position  # though no step brings it there; one that is under way counts
         return not (sync.stopped or over)
 

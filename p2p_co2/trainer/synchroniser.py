@@ -120,6 +120,7 @@ class Synchroniser:
         self.figures = Figures(start.tokens, now)
         versions = [agreed.version for agreed in ledger.agreed()]
         self.account = WorkAccount(run, start.tokens, versions, terms)
+        self.account.done_elsewhere = wire.over
         self._held: deque[tuple[int, FragmentOutcome]] = deque()
         """Outcomes that wait for ``sync_delay_steps``: (inner step at which they may be applied, outcome)."""
         self.activity = Activity.TRAINING
@@ -339,11 +340,6 @@ class Synchroniser:
         self.figures.stood_still(self._source.now(), self._model.live.take_computing_s())
 
     # ---- the end
-
-    def is_over(self, position: float) -> bool:
-        """Whether the run has had its last round: by ``position``, or since most have come to its end. Rounds
-        of a few, who count their own steps and are slower, would be made in vain."""
-        return self.account.is_over(position) or len(self._wire.over()) == len(self.versions)
 
     def flush(self, finished: bool) -> None:
         """Await what is in flight; if the run is over, offer what is left and wait until all agree."""

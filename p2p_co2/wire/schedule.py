@@ -214,6 +214,8 @@ class WorkAccount:
         self._delays_s: deque[float] = deque(maxlen=2 * self._count)
         """From the offer to the mean, of the last rounds."""
         self._peers = [0.0] * self._count
+        self.done_elsewhere: Callable[[], frozenset[int]] = frozenset
+        """Fragments with which most of the swarm are done."""
 
     @property
     def peers(self) -> float:
@@ -334,9 +336,10 @@ class WorkAccount:
     # ---- the end
 
     def is_over(self, position: float) -> bool:
-        """Whether the run has reached its last round. What is offered from then on is a peer's last of that
+        """Whether the run has reached its last round, or most have come to its end: a few who count their own
+        steps and are slower make no more rounds. What is offered from then on is a peer's last of that
         fragment, and the others wait for it longer."""
-        return 0 < self.terms.rounds(position) <= position
+        return 0 < self.terms.rounds(position) <= position or len(self.done_elsewhere()) == self._count
 
     def is_near_end(self, position: float) -> bool:
         """Whether nobody rests any more, since all are to end with one state."""

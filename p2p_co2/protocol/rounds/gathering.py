@@ -55,9 +55,8 @@ class Roster:
         return [peer for peer in sorted(self.readies) if not self._swarm.is_missed(peer)]
 
     def live(self) -> list[PeerId]:
-        """Whose majority counts; those that are done, too."""
-        done = self._swarm.done_with(self.fragment)
-        return sorted({*self._swarm.voting_on(self.fragment), *self._voting(self.readies), *done})
+        """Whose majority counts."""
+        return sorted({*self._swarm.voting_on(self.fragment), *self._voting(self.readies)})
 
     def _voting(self, peers: Iterable[PeerId]) -> list[PeerId]:
         return [peer for peer in peers if peer in self._swarm.voters]
@@ -83,9 +82,8 @@ class Roster:
         return min(count, 2 * len(group))  # of two that work, among others that are done: both
 
     def _decides(self, live: Collection[PeerId]) -> bool:
-        """Whether this peer is the first of them by hash, but for those that are done: they begin nothing."""
-        working = {*live} - {*self._swarm.done_with(self.fragment)}
-        return coordination_order(working, self.fragment, self.round)[:1] == [self._swarm.me]
+        """Whether this peer is the first of them by hash."""
+        return coordination_order(live, self.fragment, self.round)[:1] == [self._swarm.me]
 
     def _here(self) -> list[PeerId]:
         """Of the voters, who trains, or did so and is done with the fragment."""
@@ -125,9 +123,11 @@ class Roster:
     def _suffices(self, camp: list[PeerId], now: float) -> bool:
         """Whether most of the swarm is in ``camp``. Half of it is enough where we are in it and first by
         hash, and no newcomer is there. Not if the other half has made this round already: then it is we who
-        are late."""
+        are late. With those who are done it must be half in any case."""
         live = self.live()
         size = min(len(self._voting(camp)), MAX_MEMBERS)
+        if not self._swarm.believes(camp, self.fragment):
+            return False
         if 2 * size != len(live) or self._swarm.me not in camp:
             return 2 * size > len(live)
         working = self._swarm.working_on(self.fragment)
