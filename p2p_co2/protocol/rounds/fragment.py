@@ -319,7 +319,7 @@ class FragmentRounds:
         attempt = outcome.key.attempt
         is_ours = member is not None and member.attempt.round == round_ and self.mine.is_in(attempt)
         signers = signers_of(decision, outcome)
-        if not self._swarm.believes(signers, outcome.key.fragment):
+        if not self._swarm.believes(signers, outcome.key.fragment, 1 if is_ours else 2):
             return  # heartbeats tell where most are
         history = self.history
         if known is not None or history.version is None or round_ <= history.version:

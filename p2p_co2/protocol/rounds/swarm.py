@@ -89,13 +89,15 @@ class RoundSwarm:
         if coordinator != self.me:
             self.repute.failed(coordinator, fragment, why, now)
 
-    def believes(self, signers: Collection[PeerId], fragment: int) -> bool:
+    def believes(self, signers: Collection[PeerId], fragment: int, least: int = 1) -> bool:
         """Whether so many signed a commit that it is the swarm's: half of the voters and of those that are
-        done with the fragment. Whom else a certificate names as members says nothing: they may not know."""
+        done with the fragment, and ``least`` where there are as many others. Whom else a certificate names as
+        members says nothing: they may not know."""
         swarm = {*self.voters.all(), *self.done_with(fragment)}
         here = {*self.known(signers)}
         signed = {peer for peer in signers if peer in swarm | here or self.voters.has_worked(peer)}
-        return 2 * len(signed) >= len(swarm | signed)
+        swarm |= signed
+        return 2 * len(signed) >= len(swarm) and len(signed) >= min(least, len(swarm - {self.me}))
 
     def known(self, members: Iterable[PeerId]) -> list[PeerId]:
         """Those of a group that are live and have, or had, a vote, and this peer."""
