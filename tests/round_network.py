@@ -146,6 +146,8 @@ class Network:
         """Of each one's newest offer."""
         self.busy: set[PeerId] = set()
         self.offering = True
+        self.done: set[PeerId] = set()
+        """Who says that it has nothing more to offer, and offers nothing."""
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self.uploads = dict.fromkeys(self.names, 1e6)
@@ -210,7 +212,11 @@ class Network:
     def _view(self, name: PeerId) -> PeerView:
         states = self.peers[name].states
         versions, peer = tuple(states[f][0] for f in range(len(states))), self.peers[name].machine
-        return PeerView(self.uploads[name], True, versions, counted=peer.swarm.voters.has_worked(name))
+        finished = frozenset(states if name in self.done else ())
+        return PeerView(
+            self.uploads[name], not finished, versions, finished=finished,
+            counted=peer.swarm.voters.has_worked(name),
+        )  # fmt: skip
 
     def mislead(self, name: PeerId, share: float) -> None:
         """Membership of one peer wrongly drops a share of the others."""
@@ -256,7 +262,7 @@ class Network:
         peer = self.peers[name]
         if not peer.alive:
             return
-        if name not in self.busy and self.offering:
+        if name not in self.busy and name not in self.done and self.offering:
             self.busy.add(name)
             self.offer(name, peer.version + 1)
         self.at(self.now + period_s, lambda: self._offer_again(name, period_s))
