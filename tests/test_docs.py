@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.swarm.joining import taken_by_name
 from p2p_co2.testing import local_swarm
+from p2p_co2.wire.limits import PROTOCOL_VERSION
 from tools import house
 from tools.prose import MOST_WORDS, long_ones, sentences, words_of
 from tools.reference_pages import MAKERS, commands, pages
@@ -260,6 +261,13 @@ def test_the_generated_pages_are_those_of_the_code() -> None:
 
 
 # ---- prose
+
+
+def test_the_protocol_page_tells_of_the_version_that_is_spoken() -> None:
+    page = (DOCS / "protocol.md").read_text()
+    assert f"The protocol's version is {PROTOCOL_VERSION};" in page
+    rows = [int(row) for row in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)]
+    assert rows[0] == PROTOCOL_VERSION
 
 
 def test_every_option_of_join_is_in_the_reference() -> None:

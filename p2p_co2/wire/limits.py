@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_MESSAGE_BYTES = 1 << 20
 """A carrier refuses a larger message before it is allocated."""
 MAX_PIECE_BYTES = 992 << 10
