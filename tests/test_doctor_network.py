@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from p2p_co2.net.transport.probe import Passed, ProbeServer, judge_clock
 from p2p_co2.system.process import program
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.members import Pass
+from p2p_co2.wire.messages_pb2 import PeerRecord
 from peers.doctor import network
 from peers.doctor.findings import Grade
 from peers.doctor.network import NetworkLook, look_at_network, rate_finding, together
@@ -66,21 +69,23 @@ def test_rates_of_several_are_what_passed_together() -> None:
 
 
 @asynccontextmanager
-async def seed(folder: Path, *, ahead_s: float = 0.0, cap: float = 0.0) -> AsyncIterator[Ticket]:
+async def seed(
+    folder: Path, *, ahead_s: float = 0.0, cap: float = 0.0, run: RunConfig = RUN
+) -> AsyncIterator[Ticket]:
     """``ahead_s``: how wrong its clock is. ``cap``: on what it sends."""
     identity = Identity.load_or_create(folder / "identity")
     async with AsyncExitStack() as stack:
         p2p = await start_p2p(folder / "identity")
         stack.push_async_callback(stop_p2p, p2p)
-        discovery = Discovery(p2p, identity, RUN.digest(), lambda peer, error: None)
+        discovery = Discovery(p2p, identity, run.digest(), lambda peer, error: None)
         stack.push_async_callback(discovery.close)
         await discovery.start(())
-        await discovery.publish_manifest(RUN.canonical_bytes(), bytes(32))
-        probes = ProbeServer(p2p, RUN.digest(), cap, lambda: time.time() + ahead_s)
+        await discovery.publish_manifest(run.canonical_bytes(), bytes(32))
+        probes = ProbeServer(p2p, run.digest(), cap, lambda: time.time() + ahead_s)
         stack.push_async_callback(probes.close)
         await probes.start()
         maddrs = tuple(str(maddr) for maddr in await p2p.get_visible_maddrs())
-        yield Ticket(RUN.digest(), PeerId(identity.peer_id), maddrs)
+        yield Ticket(run.digest(), PeerId(identity.peer_id), maddrs)
 
 
 async def looked(ticket: Ticket, **config: object) -> tuple[dict[str, Grade], dict[str, str], NetworkLook]:
@@ -119,6 +124,39 @@ async def test_a_run_that_is_gone(tmp_path: Path) -> None:
     assert "ask the organiser" in words["seeds"]
     assert {states[name] for name in ("clock", "nat", "reachability", "upload")} == {UNKNOWN}
     assert (outcome.run, outcome.is_reachable) == (None, None)
+
+
+async def test_where_members_train_a_strangers_record_is_not_dialled(tmp_path: Path) -> None:
+    run = RunConfig(recipe_digest="00" * 32, members=True)
+    dialled = []
+
+    async def come(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dialled.append(writer)
+        writer.close()
+
+    async with (
+        seed(tmp_path, run=run) as ticket,
+        await asyncio.start_server(come, "127.0.0.1", 0) as trap,
+        AsyncExitStack() as stack,
+    ):
+        stranger = Identity.load_or_create(tmp_path / "stranger")
+        p2p = await start_p2p(tmp_path / "stranger")
+        stack.push_async_callback(stop_p2p, p2p)
+        discovery = Discovery(p2p, stranger, ticket.run, lambda peer, error: None)
+        stack.push_async_callback(discovery.close)
+        await discovery.start(ticket.seeds)
+        port = trap.sockets[0].getsockname()[1]
+        await discovery.publish_self(PeerRecord(maddrs=[f"/ip4/127.0.0.1/tcp/{port}"]))
+        await stop_p2p(p2p)  # else the seed would lead the doctor to it
+        states, words, outcome = await looked(ticket)
+        assert (states["seeds"], outcome.peers) == (OK, 0), words
+        assert states["ticket"] == CANNOT
+        assert "ask the organiser for a ticket of your own" in words["ticket"]
+        key = Identity.load_or_create(tmp_path / "identity")
+        mine = replace(ticket, admits=Pass.issue(key, ticket.run, "anna", time.time() + 60.0))
+        states, words, _ = await looked(mine)
+        assert "ticket" not in states, words
+        assert not dialled
 
 
 async def test_what_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,13 +23,14 @@ from functools import partial
 from pathlib import Path
 
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.errors import ConfigError, EnvironmentFault, P2PCo2Error, TransportError
+from p2p_co2.errors import ConfigError, EnvironmentFault, P2PCo2Error, TicketError, TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.addresses import address_of
 from p2p_co2.net.transport.libp2p.control import own_maddrs
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.probe import GREETING, Look, Passed, Prober, judge_clock, open_prober
+from p2p_co2.node.doorkeeper import Doorkeeper
 from p2p_co2.peer_options import listening
 from p2p_co2.ticket import Ticket, by_peer
 from p2p_co2.wire.identity import Identity, PeerId
@@ -114,6 +115,15 @@ async def _stages(
     stack.push_async_callback(discovery.close)
     finding, records = await _meet(ticket, discovery, seeds, outcome)
     tell(finding)
+    if outcome.run is not None:
+        door = Doorkeeper(identity.peer_id, ticket, config.folder, outcome.run)
+        try:
+            door.enter()
+        except TicketError as error:
+            what, _, cure = str(error).partition(": ")
+            tell(Finding("ticket", Grade.CANNOT, what, cure))
+        records = list(filter(door.members.admits, records))  # others may name any address
+        outcome.peers = len(records)
     asked = random.Random().sample(records, min(MAX_PEERS_ASKED, len(records)))
     peers = [target(f"peer {words_of(one.peer)}", one.peer, list(one.maddrs), is_seed=False) for one in asked]
     await asyncio.gather(*(peer.look() for peer in peers))
@@ -161,7 +171,6 @@ async def _meet(
     except P2PCo2Error as error:
         advice = "ask the organiser whether a seed of this run is up, and check this machine's network"
         return Finding("seeds", Grade.CANNOT, str(error)[:300], advice), []
-    outcome.peers = len(records)
     lost = [f"{seed.name}: {seed.trouble}" for seed in seeds if not seed.looks]
     words = f"{len(seeds) - len(lost)} of {len(seeds)} answer; "
     words += f'run "{outcome.run.name}", recipe {outcome.run.recipe}'
