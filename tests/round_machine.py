@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import cache
 
 import pytest
@@ -11,6 +12,7 @@ from google.protobuf.message import Message
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import Offer, PayloadShape, PeerView, Rounds, Stale
 from p2p_co2.protocol.rounds.attempt import seal_begin
+from p2p_co2.protocol.rounds.history import History
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
@@ -34,6 +36,15 @@ def one_machine(*others: int) -> Rounds:
 
 def offer_of(round_: int = 1, weight: float = 2.0, payload: bytes = bytes(range(128))) -> Offer:
     return Offer(0, round_, round_ - 1, DIGEST, payload, weight, offer_id=bytes(8))
+
+
+def remembers(*groups: Iterable[PeerId]) -> History:
+    """What a peer knows that has seen all commits: round by round those of the slices of ``groups``."""
+    history = History()
+    for round_, group in enumerate(groups, 1):
+        part = wire.PartOutcome(contributors=[wire.Contributor(peer=peer) for peer in group])
+        history.keep(wire.Decision(), wire.Outcome(key=wire.RoundKey(round=round_), parts=[part]))
+    return history
 
 
 def drain(machine: Rounds) -> list[object]:

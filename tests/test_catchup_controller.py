@@ -29,6 +29,7 @@ from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Behind, Decision, Envelope, Ready, Status, Waiting
 from p2p_co2.wire.status import PeerStatus, finished_bits
 from tests.fuzz.world import STEP_S, Trainer, World, run_virtual
+from tests.round_machine import remembers
 from tests.round_network import RUN, forged_commit, make_identity
 from tests.test_commits import MEAN, MEMBERS, START, decision_of
 
@@ -297,6 +298,7 @@ async def test_at_the_end_of_a_run_most_are_those_that_came_to_it() -> None:
     place.state.agreed[0] = AgreedVersion(4, START)
     place.state.local = LocalProgress(FINISHES, finished=frozenset({0}))
     names = [make_identity(index).peer_id for index in range(20, 24)]
+    place.swarm.voters.histories = [remembers([ME, *names, *MEMBERS])]
     place.hear(FINISHES, **dict.fromkeys(names, (4, START)))
     place.hear(FINISHES, **dict.fromkeys(MEMBERS, (4, START)))
     place.agreement.view(0)

@@ -6,7 +6,7 @@ import pytest
 
 from p2p_co2.protocol.rounds import Began, Doubted, PeerView
 from p2p_co2.wire import messages_pb2 as wire
-from tests.round_machine import DIGEST, begun_member, drain, offer_of, one_machine
+from tests.round_machine import DIGEST, begun_member, drain, offer_of, one_machine, remembers
 from tests.round_network import Network, make_identity
 from tests.test_rounds_certificates import signed
 
@@ -38,13 +38,16 @@ def test_half_of_the_voters_make_a_commit_and_those_that_are_done_are_voters(
     machine, names = one_machine(), NAMES
     finished = PeerView(training=False, finished=frozenset({0}))
     views = {name: finished if index >= len(names) - done else PeerView() for index, name in enumerate(names)}
+    machine.swarm.voters.histories = [remembers(names)]
     machine.set_peers(views, 0.0)
     machine.set_peers({name: views[name] for name in names[: len(names) - left]}, 1.0)
     assert machine.swarm.believes(names[1 : 1 + signers], 0) == is_believed
 
 
 def test_no_round_begins_where_most_are_done() -> None:
+    """Those that are out of sight for a moment are not done."""
     machine = one_machine()
+    machine.swarm.voters.histories = [remembers(NAMES)]
     done = PeerView(training=False, finished=frozenset({0}))
     for count, left, is_over in ((4, 0, False), (5, 0, True), (5, 5, True), (0, 0, False)):
         views = {
@@ -53,6 +56,47 @@ def test_no_round_begins_where_most_are_done() -> None:
         machine.set_peers(views, 0.0)
         machine.set_peers({name: views[name] for name in NAMES[: len(NAMES) - left]}, 1.0)
         assert machine.swarm.is_over(0) == is_over
+    machine.set_peers({name: done for name in NAMES[-3:]}, 2.0)
+    assert not machine.swarm.is_over(0)
+
+
+def test_names_that_worked_at_different_times_are_not_so_many_votes() -> None:
+    """Three machines of eight take other names in mid-run; the old ones say that they are done, and leave."""
+    honest, old, new, newest = (
+        NAMES[:5],
+        *([make_identity(index).peer_id for index in range(first, first + 3)] for first in (20, 23, 26)),
+    )
+    machine = one_machine()
+    machine.swarm.voters.histories = [remembers(*([*honest, *group] for group in (old, new, newest)))]
+    done = PeerView(training=False, finished=frozenset({0}))
+    for names in (old, new):
+        machine.set_peers(dict.fromkeys(honest, PeerView()) | dict.fromkeys(names, done), 0.0)
+    machine.set_peers(dict.fromkeys([*honest, *newest], PeerView()), 1.0)
+    swarm = machine.swarm
+    assert swarm.done_with(0) == {*old}
+    assert not swarm.is_over(0)
+    assert not swarm.believes([*old, *new, *newest], 0)
+    assert swarm.believes([*honest, newest[0]], 0)
+
+
+def test_names_that_never_worked_end_no_run() -> None:
+    """However many say that they are done, and though one that has just started must believe them until they
+    go, or it knows the last commits."""
+    machine, done = one_machine(), PeerView(training=False, finished=frozenset({0}), counted=True)
+    names = [make_identity(index).peer_id for index in range(100, 120)]
+    swarm = machine.swarm
+    machine.set_peers(dict.fromkeys(names, done), 0.0)
+    assert swarm.is_over_for_good(0)  # where nobody else is at work, this is all that can be known
+    machine.set_peers(dict.fromkeys(names, done) | {NAMES[1]: PeerView()}, 0.0)
+    assert swarm.is_over(0)
+    assert not swarm.is_over_for_good(0)
+    machine.set_peers({NAMES[1]: PeerView()}, 0.0)
+    assert not swarm.is_over(0)
+    swarm.voters.histories = [remembers(NAMES)]
+    machine.set_peers(dict.fromkeys(names, done) | {NAMES[1]: PeerView()}, 0.0)
+    assert not swarm.is_over(0)
+    assert swarm.believes(NAMES[:2], 0)
+    assert not any(swarm._done.values())
 
 
 @pytest.mark.parametrize(("peers", "liars", "crash"), [(8, 3, 2), (8, 3, 3), (5, 2, 2), (4, 1, 1)])

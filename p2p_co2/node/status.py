@@ -212,7 +212,7 @@ class SwarmNews:
             self._rounds.set_peers(still, now)
         self._rounds.set_peers(views, now)
         self._set_paces(writer.paces())
-        state.over = frozenset(f for f in range(len(state.agreed)) if self._rounds.swarm.is_over(f))
+        state.over = frozenset(f for f in range(len(state.agreed)) if self._rounds.swarm.is_over_for_good(f))
 
     def _every_s(self) -> float:
         return min(HEARTBEAT_S, len(self._membership.live) / REFRESHED_PEERS_PER_S)

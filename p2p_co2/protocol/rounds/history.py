@@ -6,7 +6,7 @@ Law: a commit that is kept is never replaced. What is kept is bounded.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.certificate import Derived, tellers_of
@@ -151,6 +151,11 @@ class History:
         """Whose slices are in each of the kept commits."""
         workers = [workers_of(one) for _, one in self._commits.values()]
         return frozenset.intersection(*workers) if workers else frozenset()
+
+    def together(self, peers: Collection[str]) -> frozenset[str]:
+        """The most of ``peers`` whose slices are in the same one of them."""
+        known = (workers_of(one) & {*peers} for _, one in self._commits.values())
+        return max(known, key=len, default=frozenset())
 
     @property
     def is_full(self) -> bool:

@@ -43,8 +43,8 @@ class RoundSwarm:
         """What ``working_on`` said since ``live`` changed."""
         self._is_ending = False
         """Whether anybody is done with a fragment."""
-        self._done: dict[int, set[PeerId]] = {}
-        """By fragment: voters that said that they are done with it; also those that left then."""
+        self._done: dict[int, frozenset[str]] = {}
+        """By fragment: those in its last commits that said that they are done with it; also who left then."""
         self.my_versions: dict[int, int] = {}
         self.readies = Punctuality()
         """Who is in time with READY, also for the round before."""
@@ -66,11 +66,12 @@ class RoundSwarm:
         self._working.clear()
         self._is_ending = any(view.finished for view in live.values())
         if self._is_ending or self._done:
-            done = [(peer, view.finished) for peer, view in live.items() if view.finished]
-            done = [(peer, finished) for peer, finished in done if peer in self.voters]
             for fragment in range(len(self.shape.blocks)):
-                gone = self._done.get(fragment, set()) - live.keys()
-                self._done[fragment] = gone | {peer for peer, finished in done if fragment in finished}
+                known = self._done.get(fragment, frozenset())
+                known &= self.voters.workers(fragment) if self.voters.is_sure(fragment) else known
+                done = {peer for peer, view in live.items() if fragment in view.finished}
+                still = done & (known | self.voters.workers(fragment))
+                self._done[fragment] = known - live.keys() | still
         for habit in (self.readies, self.slices):
             habit.keep(self.live)
         self.lateness.keep(self.live)
@@ -92,23 +93,24 @@ class RoundSwarm:
     def believes(self, signers: Collection[PeerId], fragment: int, least: int = 1) -> bool:
         """Whether so many signed a commit that it is the swarm's: half of the voters and of those that are
         done with the fragment, and ``least`` where there are as many others. Whom else a certificate names as
-        members says nothing: they may not know."""
-        swarm = {*self.voters.all(), *self.done_with(fragment)}
-        here = {*self.known(signers)}
-        signed = {peer for peer in signers if peer in swarm | here or self.voters.has_worked(peer)}
-        swarm |= signed
-        return 2 * len(signed) >= len(swarm) and len(signed) >= min(least, len(swarm - {self.me}))
+        members says nothing: they may not know. Signers may have left since: half of those in the commit
+        before are enough, too, if they are no fewer. Who left and who came never add up."""
+        signed = {*signers}
+        done = {*self.done_with(fragment)}
+        here = {*self.voters.all(), *done & self.live.keys(), *signed & {self.me}}
+        swarm = here | done
+        least = min(least, len(swarm - {self.me}))
+        for group in (here, self.voters.newest(fragment)):
+            count, size = len(group & signed), len(group | done)
+            if size >= len(swarm) and 2 * count >= size and count >= least:
+                return True
+        return False
 
     def known(self, members: Iterable[PeerId]) -> list[PeerId]:
         """Those of a group that are live and have, or had, a vote, and this peer."""
-        live = self.live
         voters = self.voters
-        voting = voters.all()
-        return [
-            peer
-            for peer in members
-            if peer == self.me or (peer in live and (peer in voting or voters.counts(peer)))
-        ]
+        known = {*voters.all(), *filter(voters.counts, self.live), self.me}
+        return [peer for peer in members if peer in known and peer in self.live]
 
     def refused(self, coordinator: PeerId, fragment: int, why: str, now: float) -> None:
         """A coordinator begins no round; at the end of a run that is nobody's fault."""
@@ -121,16 +123,28 @@ class RoundSwarm:
         versions = sorted((self.version_of(one, fragment) or 0 for one in self.voters.all()), reverse=True)
         return (versions[(len(versions) - 1) // 2] if versions else 0) + AHEAD_AT_MOST
 
-    def done_with(self, fragment: int) -> Collection[PeerId]:
+    def done_with(self, fragment: int) -> frozenset[str]:
         """Who has come to the run's end and has nothing more to offer for ``fragment``, and is in its last
         commits; also who left after that. They count in a quorum: else who stays makes the end of a run as he
-        likes."""
-        return self.voters.lately(fragment, self._done.get(fragment, ()))
+        likes. Of names that came one after the other, those of one commit: they may be one machine's. To one
+        that does not know these also who says so, as long as it is here."""
+        known = self.voters.together(fragment, self._done.get(fragment, ()))
+        if self._is_ending and not self.voters.is_sure(fragment):
+            here = {peer: view for peer, view in self.live.items() if fragment in view.finished}
+            known |= {peer for peer, view in here.items() if view.counted or peer in self.voters}
+        return known
 
     def is_over(self, fragment: int, ready: Collection[PeerId] = ()) -> bool:
         """Whether most are done with ``fragment``, so that no round can begin. Who is ``ready`` for one is
-        not."""
-        return len({*self.working_on(fragment), *ready}) < len({*self.done_with(fragment)} - {*ready})
+        not, nor are those in the last commits that are out of sight."""
+        done = {*self.done_with(fragment)} - {*ready}
+        others = {*self.working_on(fragment), *self.voters.workers(fragment), *ready} - done
+        return len(others) < len(done)
+
+    def is_over_for_good(self, fragment: int) -> bool:
+        """Whether this peer may end for that: not by names that it knows nothing of, beside some at work."""
+        is_alone = not {*self.working_on(fragment)} - {self.me}
+        return self.is_over(fragment) and (is_alone or self.voters.is_sure(fragment))
 
     def is_live(self, peer: PeerId) -> bool:
         return peer in self.live
@@ -150,10 +164,6 @@ class RoundSwarm:
             known = [peer for peer in self.training if fragment not in live[peer].finished]
             self._working[fragment] = known
         return known
-
-    def voting_on(self, fragment: int) -> list[PeerId]:
-        """The same of those that have a vote."""
-        return [peer for peer in self.working_on(fragment) if peer in self.voters.all()]
 
     def version_of(self, peer: PeerId, fragment: int) -> int | None:
         """The newest version that ``peer`` is known to hold; None if nobody told us."""
@@ -182,10 +192,6 @@ class RoundSwarm:
             size = min(2 * size, coarse)
         self._pieces_of = receivers, self.live, upload, size
         return size
-
-    def my_download_bytes_per_s(self) -> float:
-        """This peer's own cap; 0 for none."""
-        return self.live[self.me].download_bytes_per_s
 
     def my_step_s(self) -> float:
         """How long this peer's inner steps are; 0 if it takes none."""
