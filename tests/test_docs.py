@@ -264,10 +264,8 @@ def test_the_generated_pages_are_those_of_the_code() -> None:
 
 
 def test_the_protocol_page_tells_of_the_version_that_is_spoken() -> None:
-    page = (DOCS / "protocol.md").read_text()
-    assert f"The protocol's version is {PROTOCOL_VERSION};" in page
-    rows = [int(row) for row in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)]
-    assert rows[0] == PROTOCOL_VERSION
+    told = rf"The protocol's version is {PROTOCOL_VERSION};[^|]*\|.*\n\|---\|---\|\n\| {PROTOCOL_VERSION} \|"
+    assert re.search(told, (DOCS / "protocol.md").read_text())
 
 
 def test_every_option_of_join_is_in_the_reference() -> None:

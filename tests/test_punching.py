@@ -63,8 +63,7 @@ def inside(machine: Machine) -> Iterator[None]:
 
 @dataclass
 class Hidden:
-    """A peer that nobody can dial. ``known``: where others are by their last records; ``opened``: its links,
-    as its node's log has them."""
+    """A peer that nobody can dial. ``known``: where others are, ``opened``: its links as its log has them."""
 
     identity: Identity
     p2p: P2P

@@ -91,17 +91,6 @@ def test_a_crash_in_any_phase_leaves_nobody_behind(phase: str, role: str) -> Non
                 assert len(commits) >= 4, [getattr(e, "reason", "") for e in net.endings().values()]
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_two_crashes_at_random_moments(seed: int) -> None:
-    net = Network(6, seed, Faults(0.02, 0.1, (0.01, 0.3)))
-    net.offer_all()
-    for victim in net.random.sample(net.names, 2):
-        net.at(net.now + net.random.uniform(0, 4.0), lambda victim=victim: net.crash(victim))  # type: ignore[misc]
-    net.run_until_settled()
-    assert net.undecided() == []
-    net.check_agreement()
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_a_long_run_under_faults_keeps_one_state(seed: int) -> None:
     """Rounds follow one another while messages are lost and peers crash; whoever holds a version holds the
@@ -117,28 +106,6 @@ def test_a_long_run_under_faults_keeps_one_state(seed: int) -> None:
     assert max(versions) - min(versions) <= 2
     for round_ in range(1, max(versions) + 1):
         net.check_agreement(round_)
-
-
-@pytest.mark.parametrize("count", [2, 3, 5])
-@pytest.mark.parametrize("seed", range(5))
-def test_peers_that_crash_and_come_back_end_with_the_others(count: int, seed: int) -> None:
-    """Even if so many die that a minority goes on alone, all who are back end with one history."""
-    net = Network(count, seed, Faults(0.02, 0.1, (0.01, 0.4)))
-    net.notices = True
-    net.keep_offering(period_s=5.0)
-    for _ in range(4):
-        victim, delay_s = net.random.choice(net.names), net.random.uniform(5, 100)
-        net.at(net.now + delay_s, lambda victim=victim: net.crash(victim))  # type: ignore[misc]
-        back_at = net.now + delay_s + net.random.uniform(1, 40)
-        net.at(back_at, lambda victim=victim: net.restart(victim, 5.0))  # type: ignore[misc]
-    net.run(200.0)
-    net.faults = Faults()
-    net.stop_offering()
-    net.run(100.0)
-    states = {peer.states[0] for peer in net.peers.values()}
-    assert len({version for version, _ in states}) == len(states), "two histories at one version"
-    assert max(version for version, _ in states) - min(version for version, _ in states) <= 1
-    assert max(version for version, _ in states) >= 15
 
 
 @pytest.mark.parametrize("seed", range(60))

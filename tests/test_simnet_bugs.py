@@ -13,7 +13,7 @@ import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced
-from p2p_co2.protocol.membership import MAX_PEERS, Membership
+from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.rounds import DECISION_CONTEXT, bounds
 from p2p_co2.protocol.rounds.assembly import ReorderBuffer
 from p2p_co2.protocol.rounds.bounds import KEEP_DECISIONS
@@ -22,14 +22,13 @@ from p2p_co2.protocol.rounds.fragment import FragmentRounds
 from p2p_co2.protocol.rounds.history import History as RoundsHistory
 from p2p_co2.simnet import EventLog, Settings, Storm, Violation, VirtualSwarm
 from p2p_co2.simnet.campaign import STORM_OFFER_S, storm_settings
-from p2p_co2.simnet.laws import Auditor, Books, Forks, StateRecord
+from p2p_co2.simnet.laws import Auditor, Books, StateRecord
 from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.simnet.oversight import LOOK_EVERY_S
 from p2p_co2.simnet.virtual_time import VirtualTime, loop_of
 from p2p_co2.simnet.work import CountedState, WorkUnits, add, mean_of, pack, starts, unpack
 from p2p_co2.telemetry.events import FragmentSent
 from p2p_co2.trainer.synchroniser import Synchroniser
-from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Outcome
 from p2p_co2.wire.schedule import OfferState
 
@@ -286,22 +285,6 @@ def test_what_grows_and_falls_again_within_a_second_is_caught(monkeypatch: pytes
     assert found[0].text.startswith("EARLY_MESSAGES: holds 11, the bound is 10")
 
 
-def test_a_list_of_peers_that_is_too_long_is_caught() -> None:
-    swarm = swarm_of()
-
-    def plant() -> None:
-        process = swarm.processes[0]
-        assert process.node is not None
-        next_at = process.node.membership.candidates.next_at
-        next_at.update({PeerId(f"{n}"): math.inf for n in range(MAX_PEERS + 1)})
-        swarm.world.call_at(swarm.world.now + LOOK_EVERY_S, next_at.clear)
-
-    swarm.world.call_at(13.6, plant)
-    (found,) = swarm.run().violations
-    assert found.law == "memory"
-    assert 13.6 <= found.at <= 13.6 + LOOK_EVERY_S
-
-
 def test_every_machine_that_a_node_has_is_looked_over_for_what_it_holds() -> None:
     result = swarm_of(6).run()
     assert not result.violations
@@ -326,62 +309,6 @@ def test_a_fork_is_seen_as_it_comes_however_soon_it_goes(views_differed: bool) -
         assert bool(books.violations) == (sums == [2, 1] and not views_differed)
     assert laws(books.violations) <= {"forks"}
     assert len(books.histories[0]) == 3
-
-
-class ForkedHistories:
-    """One fragment of two peers, each of which may make rounds of its own; looked at every half a second."""
-
-    def __init__(self) -> None:
-        self.world = VirtualTime()
-        self.books = Books(ONE_BLOCK, lambda: self.world.now)
-        self.books.views_differ()
-        self.wrong_at = 5.0
-        self.forks = Forks(self.books, 20.0)
-        self.held = {peer: CountedState.of(FORM, 0, [0, 0]) for peer in "ab"}
-        self._look()
-
-    def _look(self) -> None:
-        self.forks.look([[state.agreed] for state in self.held.values()], self.wrong_at)
-        self.world.call_at(self.world.now + 0.5, self._look)
-
-    def make(self, at: float, peer: str, lane: int) -> None:
-        """``peer`` makes the round that follows its state."""
-
-        def make() -> None:
-            before = self.held[peer]
-            after = CountedState.of(FORM, before.version + 1, [lane, before.version + 1])
-            self.books.reached(peer, 0, StateRecord(after, before.digest, {}))
-            self.held[peer] = after
-
-        self.world.call_at(at, make)
-
-    def adopt(self, at: float, peer: str, donor: str) -> None:
-        self.world.call_at(at, lambda: self.held.update({peer: self.held[donor]}))
-
-
-def test_a_fork_that_goes_on_making_rounds_is_caught_when_its_time_is_up() -> None:
-    """Two states of any one version never live for long in it."""
-    run = ForkedHistories()
-    for number in range(12):
-        run.make(10.2 + 4 * number, "a", 1)
-        run.make(10.7 + 4 * number, "b", 2)
-    run.world.run(100.0)
-    assert [(one.at, one.law) for one in run.books.violations] == [(11.0 + 20.0, "forks")]
-    run.forks.look((), None)
-    assert (run.forks.seen, run.forks.longest_s) == (1, 100.0 - 11.0)
-
-
-def test_a_fork_has_its_time_from_the_last_fault_and_is_over_when_it_is_healed() -> None:
-    run = ForkedHistories()
-    run.make(10.2, "a", 1)
-    run.make(11.2, "b", 2)
-    run.make(12.2, "b", 2)  # of another version: a fork all the same
-    run.world.call_at(20.0, lambda: setattr(run, "wrong_at", 20.0))
-    run.adopt(39.9, "a", "b")
-    run.make(50.2, "b", 2)  # the other one lags, which is no fork
-    run.world.run(100.0)
-    assert run.books.violations == []
-    assert (run.forks.seen, run.forks.longest_s) == (1, 40.0 - 11.5)
 
 
 @pytest.mark.parametrize("signed_upon", ["the common start", "nothing", "another state"])

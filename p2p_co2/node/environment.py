@@ -141,7 +141,7 @@ class GroupSwitch:
         if is_first:
             await self._network.start_carriers(self._on_message, self._on_refused)
             for carrier in self._network.carriers:
-                carrier.keep_places(lambda peer: any(door[2](peer) for door in self._doors.values()))
+                carrier.admission.is_known = lambda peer: any(door[2](peer) for door in self._doors.values())
         return self._network.carriers
 
     def leave(self, group: bytes) -> None:

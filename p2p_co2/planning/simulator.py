@@ -8,7 +8,6 @@ pass ``delay_steps`` later waits for the answer. No latency, no loss, equal laye
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -43,7 +42,9 @@ def utilisation(job: Job, bits_per_s: float, rounds: int = 2) -> float:
     now = free_at = 0.0
     awaited: dict[int, dict[int, float]] = {}
     for step in range(1, steps + 1):
-        sent = set(_layers_sent(job, step, every))
+        # The layers whose gradients are sent after this step: one fragment at a time, strided.
+        sent = set(range((step // every - 1) % job.fragments, job.layers, job.fragments))
+        sent = set() if step % every else sent
         waits = awaited.pop(step, {})
         if not sent and not waits:
             now += job.step_s
@@ -56,9 +57,3 @@ def utilisation(job: Job, bits_per_s: float, rounds: int = 2) -> float:
                 free_at = max(free_at, now) + reduction_s
                 awaited.setdefault(step + 1 + job.delay_steps, {})[layer] = free_at
     return steps * job.step_s / max(now, free_at)
-
-
-def _layers_sent(job: Job, step: int, every: int) -> Iterator[int]:
-    """The layers whose gradients are sent after ``step`` (from 1): one fragment at a time, strided."""
-    if step % every == 0:
-        yield from range((step // every - 1) % job.fragments, job.layers, job.fragments)

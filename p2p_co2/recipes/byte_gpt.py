@@ -166,16 +166,12 @@ def byte_gpt_stages(shape: Shape, count: int, tied: bool = False) -> Stages:
         raise ConfigError("the run", "pipeline.stages", problem)
     return Stages(
         [partial(ByteGPTStage, shape, *edges) for edges in stage_edges(shape.layers, count)],
-        split=_inputs_and_targets,
+        split=tuple,
         loss=next_token_sum,
         side_range=(0, shape.vocab_size),
         join=partial(_joined, tied=tied),
         tied=TiedTable("embedding.weight", "head.weight", _draw_table_) if tied else None,
     )
-
-
-def _inputs_and_targets(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return batch
 
 
 def _joined(stages: Sequence[nn.Module], tied: bool) -> ByteGPTStage:

@@ -479,14 +479,10 @@ def check_options(options: Options) -> tuple[Shape, dict[str, Any]]:
             raise option_error(key, f"must be a whole number from 1 to {_LARGEST}, got {value!r}")
     shape = Shape(**{key: int(options.get(key, default)) for key, default in _SHAPE_OPTIONS.items()})
     settings = {key: options.get(key, default) for key, default in _OTHER_OPTIONS.items()}
-    _check_shape(shape)
-    return shape, settings
-
-
-def _check_shape(shape: Shape) -> None:
     if shape.width % (2 * shape.heads):
         problem = f"width {shape.width} must be a multiple of 2 * heads ({2 * shape.heads})"
         raise option_error("heads", problem)
+    return shape, settings
 
 
 # The user's own recipe

@@ -182,14 +182,15 @@ def reseed(loader: Any, epoch: int, seed_of: SeedOf) -> None:
     has a generator."""
     seed = seed_of(epoch)
     own = seed + _rank()
-    for part in (loader, getattr(loader, "dataset", None)):
+    dataset = getattr(loader, "dataset", None)
+    for part in (loader, dataset):
         _tell_epoch(part, epoch)
     if hasattr(loader, "generator"):
         loader.generator = torch.Generator().manual_seed(own)
     holder, sampler = _sampled(loader)
     if isinstance(sampler, DistributedSampler):
         sampler.seed = seed % 2**31
-    elif _is_plain(sampler) and type(holder) is BatchSampler and not _is_shuffled(loader):
+    elif _is_plain(sampler) and type(holder) is BatchSampler and not isinstance(dataset, ShuffledDataset):
         assert isinstance(sampler, RandomSampler | SequentialSampler)
         is_dealt_out = holder is not loader.batch_sampler  # by a wrapper, from one order
         holder.sampler = sampler = PeerOrder(len(sampler), seed_of, 0 if is_dealt_out else _rank())
@@ -309,10 +310,6 @@ def _is_plain(sampler: Any) -> bool:
     if type(sampler) is RandomSampler:
         return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     return type(sampler) is SequentialSampler
-
-
-def _is_shuffled(loader: Any) -> bool:
-    return isinstance(getattr(loader, "dataset", None), ShuffledDataset)
 
 
 def _tell_epoch(part: Any, epoch: int) -> None:

@@ -210,10 +210,6 @@ class Carrier:
         self.on_message: OnMessage
         self.on_refused: OnRefused
 
-    def keep_places(self, is_known: Callable[[PeerId], bool]) -> None:
-        """Keep some places for peers of whom ``is_known`` says that they have worked with us."""
-        self.admission.is_known = is_known
-
     async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
         """Begin to listen. Raises ``EnvironmentFault`` with the fix when this machine does not let us."""
         self.on_message = on_message if self.line is None else self.line.taking(on_message)

@@ -54,7 +54,7 @@ class Asking:
             fragment=offer.fragment, round=offer.round, base_version=offer.base_version,
             state_digest=offer.state_digest, weight=offer.weight,
             upload_bytes_per_s=swarm.my_upload_bytes_per_s(),
-            download_bytes_per_s=swarm.my_download_bytes_per_s(), last=offer.is_last,
+            download_bytes_per_s=swarm.live[swarm.me].download_bytes_per_s, last=offer.is_last,
             offer_id=offer.offer_id,
         )  # fmt: skip
         self._ask_next(now, is_retry)

@@ -7,7 +7,7 @@ up signs no more. Nothing is held beyond one vote and one list of lost parts for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 
 from p2p_co2.digest import digest
@@ -139,7 +139,7 @@ class Ballot:
                 votes.append(Vote(member=index, signature=self._votes[peer][1]))
         return Decision(outcome=outcome, votes=votes) if self.leading() == voted else None
 
-    def may_commit(self, may_vote: Collection[PeerId]) -> bool:
+    def may_commit(self, may_vote: Iterable[PeerId]) -> bool:
         """Whether some outcome may still have a quorum, if ``may_vote`` are those that can yet vote."""
         silent = self._votes.keys() | self.gave_up | self._refused.keys()
         open_ = {peer for peer in may_vote if peer not in silent}

@@ -39,9 +39,6 @@ class _Begun:
     in_time_until: float
     late: set[PeerId] = field(default_factory=set)
 
-    def is_member(self, peer: PeerId) -> bool:
-        return any(member.peer == peer for member in self.begin.members)
-
     def left(self, now: float) -> Begin:
         """BEGIN with the time that is left of it."""
         begin = Begin()
@@ -132,7 +129,7 @@ class Coordination:
         begun = self._begun.get(place)
         if begun is None:
             return False
-        if begun.is_member(sender):
+        if sender in {member.peer for member in begun.begin.members}:
             if begun.readies.get(sender) == message:
                 self._outlet.send(sender, begun.left(now))
                 return True

@@ -56,7 +56,7 @@ class Roster:
 
     def live(self) -> list[PeerId]:
         """Whose majority counts."""
-        return sorted({*self._swarm.voting_on(self.fragment), *self._voting(self.readies)})
+        return sorted({*self._voting(self._swarm.working_on(self.fragment)), *self._voting(self.readies)})
 
     def _voting(self, peers: Iterable[PeerId]) -> list[PeerId]:
         return [peer for peer in peers if peer in self._swarm.voters]

@@ -189,11 +189,9 @@ class Member:
                 self.certificate = self._ballot.certificate(self.state.outcome)
             if self.certificate is None:  # others have it
                 self._last.hurry(now)
-        if self.certificate is None and not self._ballot.leading() and not self._may_commit():
+        may_vote = filter(self._swarm.is_live, self.attempt.shares)
+        if self.certificate is None and not self._ballot.leading() and not self._ballot.may_commit(may_vote):
             self.leave(self._ballot.why(), now)
-
-    def _may_commit(self) -> bool:
-        return self._ballot.may_commit([p for p in self.attempt.shares if self._swarm.is_live(p)])
 
     def _sign(self, now: float) -> None:
         """Vote, unless the votes that were heard are enough: whoever heard fewer asks. Where our slice is not

@@ -248,13 +248,6 @@ class PartJob:
         self._slices.refuse(peer)
         self._ask()
 
-    def _why_missed(self, peer: PeerId) -> Missed:
-        return (
-            self._slices.missed.get(peer, NOT_AWAITED)
-            if peer in self.attempt.senders[self.part]
-            else NOT_ASKED
-        )
-
     def reduced(self, job: ReduceJob, mean: Buffer, place: memoryview) -> MeanSlices:
         """Put the encoded mean to its ``place``; returns whose slices are in it."""
         if len(mean) != len(place):
@@ -264,5 +257,8 @@ class PartJob:
         self.job = None
         self.give_up()
         contributors = {piece.peer: piece.weight for piece in job.slices}
-        missed = (self._why_missed(peer) for peer in self.attempt.shares if peer not in contributors)
+        asked = self.attempt.senders[self.part]
+        absent = (peer for peer in self.attempt.shares if peer not in contributors)
+        known = self._slices.missed
+        missed = (known.get(peer, NOT_AWAITED) if peer in asked else NOT_ASKED for peer in absent)
         return MeanSlices(tuple(contributors.items()), tuple(missed))

@@ -45,7 +45,10 @@ def form_group(model: nn.Module, optimizer: Optimizer, learning_rate: Factor | N
         try:
             check_model(model, optimizer, in_group=True)
             LearningRates(optimizer, learning_rate, print)
-            _check_cuts(model, ranks.size)
+            for name, one in trained_parameters(model).items():
+                if is_sharded(one) and one.device_mesh.size() != ranks.size:
+                    problem = "is not whole on the ranks of this group together; shard it over all of them"
+                    raise ConfigError("model", name, problem)
             facts = _facts(model, optimizer)
         except ConfigError as error:
             facts = {"problem": text_of(error)}
@@ -57,13 +60,6 @@ def form_group(model: nn.Module, optimizer: Optimizer, learning_rate: Factor | N
         else:
             ranks.hear()
         return Group(ranks, {name: values_digest(one) for name, one in whole_frozen(model)})
-
-
-def _check_cuts(model: nn.Module, size: int) -> None:
-    for name, one in trained_parameters(model).items():
-        if is_sharded(one) and one.device_mesh.size() != size:
-            problem = "is not whole on the ranks of this group together; shard it over all of them"
-            raise ConfigError("model", name, problem)
 
 
 def _facts(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
