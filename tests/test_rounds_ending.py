@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2p_co2.protocol.rounds import Began, Doubted, PeerView
+from p2p_co2.protocol.rounds.history import History
 from p2p_co2.wire import messages_pb2 as wire
 from tests.round_machine import DIGEST, begun_member, drain, offer_of, one_machine, remembers
 from tests.round_network import Network, make_identity
@@ -76,7 +77,25 @@ def test_names_that_worked_at_different_times_are_not_so_many_votes() -> None:
     assert swarm.done_with(0) == {*old}
     assert not swarm.is_over(0)
     assert not swarm.believes([*old, *new, *newest], 0)
-    assert swarm.believes([*honest, newest[0]], 0)
+    assert swarm.believes(honest, 0)
+
+
+def test_a_last_group_of_few_has_no_more_votes_than_all_that_are_here() -> None:
+    """Three liars are most of the last commit's five. They rest, and sign alone what follows it."""
+    machine = one_machine()
+    machine.swarm.voters.histories = [remembers(NAMES, NAMES[3:])]
+    machine.set_peers(
+        dict.fromkeys(NAMES[:5], PeerView()) | dict.fromkeys(NAMES[5:], PeerView(training=False)), 0.0
+    )
+    assert not machine.swarm.believes(NAMES[5:], 0)
+    assert machine.swarm.believes(NAMES[1:5], 0)
+
+
+def test_only_those_that_were_here_have_worked() -> None:
+    """A commit may name as many as its liars like."""
+    history = History(NAMES[:4].__contains__)
+    history.keep(*remembers(NAMES).commit(1))  # type: ignore[misc]
+    assert history.newest == history.workers == history.steady == {*NAMES[:4]}
 
 
 def test_names_that_never_worked_end_no_run() -> None:
@@ -113,20 +132,6 @@ def test_who_says_that_it_is_done_holds_nobody_up(peers: int, liars: int, crash:
     before = net.peers[net.names[liars]].version
     net.run(100.0)
     assert net.peers[net.names[liars]].version >= before + 10
-
-
-def test_a_signer_that_has_left_signed_nonetheless() -> None:
-    """Two of the three that signed a round of five go before the other two replay it."""
-    net = Network(5)
-    net.offer_all()
-    net.run_until_settled()
-    for name in net.names[3:]:
-        net.crash(name)
-    net.run(10.0)
-    swarm = net.peers[net.names[0]].machine.swarm
-    assert set(swarm.live) == {*net.names[:3]}
-    assert swarm.believes(net.names[2:], 0)
-    assert not swarm.believes([net.names[1], *NAMES[6:]], 0)
 
 
 def test_no_coordinator_makes_the_swarm_smaller_than_a_member_sees_it() -> None:

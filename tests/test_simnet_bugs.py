@@ -16,10 +16,8 @@ from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, PartWeights, Redu
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.rounds import DECISION_CONTEXT, bounds
 from p2p_co2.protocol.rounds.assembly import ReorderBuffer
-from p2p_co2.protocol.rounds.bounds import KEEP_DECISIONS
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.fragment import FragmentRounds
-from p2p_co2.protocol.rounds.history import History as RoundsHistory
 from p2p_co2.simnet import EventLog, Settings, Storm, Violation, VirtualSwarm
 from p2p_co2.simnet.campaign import STORM_OFFER_S, storm_settings
 from p2p_co2.simnet.laws import Auditor, Books, StateRecord
@@ -256,14 +254,6 @@ def without_bound(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, boun
             return once(machine, *given)
 
     monkeypatch.setattr(kind, method, heedless)
-
-
-def test_a_machine_that_keeps_everything_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_bound(monkeypatch, RoundsHistory, "keep", "KEEP_DECISIONS")
-    clock = CLOCK.model_copy(update={"rounds": KEEP_DECISIONS + 2})
-    found = swarm_of(clock=clock).run().violations
-    assert laws(found) == {"memory"}
-    assert f"KEEP_DECISIONS: holds {KEEP_DECISIONS + 1}, the bound is {KEEP_DECISIONS}" in found[0].text
 
 
 def test_what_grows_and_falls_again_within_a_second_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

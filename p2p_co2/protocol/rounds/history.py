@@ -34,10 +34,11 @@ def missed_in(part: PartOutcome, outcome: Outcome, peer: PeerId) -> Missed | Non
 
 
 class History:
-    """Where this peer is in one fragment, the last ``KEEP_DECISIONS`` commits, and the attempts that
-    ended."""
+    """Where this peer is in one fragment, the last ``KEEP_DECISIONS`` commits, and the attempts that ended.
+    ``is_live``: whether a peer is here now. A commit may name anybody, so only they have worked in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_live: Callable[[PeerId], bool] = lambda peer: True) -> None:
+        self._is_live = is_live
         self.version: int | None = None
         """The agreed state that we hold; None while joining."""
         self.digest = b""
@@ -45,6 +46,8 @@ class History:
         """The last commit that was heard while the one before it was not known either."""
         self.workers: frozenset[str] = frozenset()
         """Whose slices are in the kept commits."""
+        self._workers: dict[int, frozenset[str]] = {}
+        """By round of a kept commit."""
         self._commits: OrderedDict[int, tuple[Decision, Outcome]] = OrderedDict()
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         self._joined: deque[tuple[int, bytes, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
@@ -87,6 +90,8 @@ class History:
         self.end(outcome.key.attempt)
         if outcome.key.round not in self._commits:
             self._commits[outcome.key.round] = (decision, outcome)
+            here = filter(self._is_live, map(PeerId, workers_of(outcome)))
+            self._workers[outcome.key.round] = frozenset(here)
             while len(self._commits) > bounds.KEEP_DECISIONS:
                 self._commits.pop(min(self._commits))
             self._note_workers()
@@ -144,18 +149,22 @@ class History:
         self._note_workers()
 
     def _note_workers(self) -> None:
-        self.workers = frozenset[str]().union(*(workers_of(one) for _, one in self._commits.values()))
+        self._workers = {round_: self._workers[round_] for round_ in self._commits}
+        self.workers = frozenset[str]().union(*self._workers.values())
 
     @property
     def steady(self) -> frozenset[str]:
         """Whose slices are in each of the kept commits."""
-        workers = [workers_of(one) for _, one in self._commits.values()]
-        return frozenset.intersection(*workers) if workers else frozenset()
+        return frozenset.intersection(*self._workers.values()) if self._workers else frozenset()
+
+    @property
+    def newest(self) -> frozenset[str]:
+        """Whose slices are in the last of them."""
+        return self._workers[max(self._workers)] if self._workers else frozenset()
 
     def together(self, peers: Collection[str]) -> frozenset[str]:
         """The most of ``peers`` whose slices are in the same one of them."""
-        known = (workers_of(one) & {*peers} for _, one in self._commits.values())
-        return max(known, key=len, default=frozenset())
+        return max((one & {*peers} for one in self._workers.values()), key=len, default=frozenset())
 
     @property
     def is_full(self) -> bool:

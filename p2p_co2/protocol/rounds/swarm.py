@@ -67,11 +67,9 @@ class RoundSwarm:
         self._is_ending = any(view.finished for view in live.values())
         if self._is_ending or self._done:
             for fragment in range(len(self.shape.blocks)):
-                known = self._done.get(fragment, frozenset())
-                known &= self.voters.workers(fragment) if self.voters.is_sure(fragment) else known
                 done = {peer for peer, view in live.items() if fragment in view.finished}
-                still = done & (known | self.voters.workers(fragment))
-                self._done[fragment] = known - live.keys() | still
+                gone = self._done.get(fragment, frozenset()) - live.keys()
+                self._done[fragment] = self.voters.history(fragment).workers & (done | gone)
         for habit in (self.readies, self.slices):
             habit.keep(self.live)
         self.lateness.keep(self.live)
@@ -91,18 +89,19 @@ class RoundSwarm:
             self.repute.failed(coordinator, fragment, why, now)
 
     def believes(self, signers: Collection[PeerId], fragment: int, least: int = 1) -> bool:
-        """Whether so many signed a commit that it is the swarm's: half of the voters and of those that are
-        done with the fragment, and ``least`` where there are as many others. Whom else a certificate names as
-        members says nothing: they may not know. Signers may have left since: half of those in the commit
-        before are enough, too, if they are no fewer. Who left and who came never add up."""
+        """Whether so many signed a commit that it is the swarm's: half of the voters, those among them that
+        are done with the fragment, and ``least`` where there are as many others. Whom else a certificate
+        names as members says nothing: they may not know. Signers may have left since, if they are in the
+        commit before: half of these and of the voters. Who left and who came never add up: of those that are
+        done and gone so many count as were in one commit with those that are here."""
         signed = {*signers}
-        done = {*self.done_with(fragment)}
+        done = self.done_with(fragment)
         here = {*self.voters.all(), *done & self.live.keys(), *signed & {self.me}}
-        swarm = here | done
-        least = min(least, len(swarm - {self.me}))
-        for group in (here, self.voters.newest(fragment)):
-            count, size = len(group & signed), len(group | done)
-            if size >= len(swarm) and 2 * count >= size and count >= least:
+        most = len(self.voters.history(fragment).together(here | done))
+        least = min(least, len((here | done) - {self.me}))
+        for group in (here, self.voters.history(fragment).newest):
+            count = len(group & signed)
+            if 2 * count >= max(len(group | here), most) and count >= least:
                 return True
         return False
 
@@ -128,8 +127,8 @@ class RoundSwarm:
         commits; also who left after that. They count in a quorum: else who stays makes the end of a run as he
         likes. Of names that came one after the other, those of one commit: they may be one machine's. To one
         that does not know these also who says so, as long as it is here."""
-        known = self.voters.together(fragment, self._done.get(fragment, ()))
-        if self._is_ending and not self.voters.is_sure(fragment):
+        known = self.voters.history(fragment).together(self._done.get(fragment, ()))
+        if self._is_ending and not self.voters.history(fragment).is_full:
             here = {peer: view for peer, view in self.live.items() if fragment in view.finished}
             known |= {peer for peer, view in here.items() if view.counted or peer in self.voters}
         return known
@@ -138,13 +137,13 @@ class RoundSwarm:
         """Whether most are done with ``fragment``, so that no round can begin. Who is ``ready`` for one is
         not, nor are those in the last commits that are out of sight."""
         done = {*self.done_with(fragment)} - {*ready}
-        others = {*self.working_on(fragment), *self.voters.workers(fragment), *ready} - done
+        others = {*self.working_on(fragment), *self.voters.history(fragment).workers, *ready} - done
         return len(others) < len(done)
 
     def is_over_for_good(self, fragment: int) -> bool:
         """Whether this peer may end for that: not by names that it knows nothing of, beside some at work."""
         is_alone = not {*self.working_on(fragment)} - {self.me}
-        return self.is_over(fragment) and (is_alone or self.voters.is_sure(fragment))
+        return self.is_over(fragment) and (is_alone or self.voters.history(fragment).is_full)
 
     def is_live(self, peer: PeerId) -> bool:
         return peer in self.live

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from p2p_co2.protocol.rounds.events import PeerView
-from p2p_co2.protocol.rounds.history import History, workers_of
+from p2p_co2.protocol.rounds.history import History
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
 
@@ -58,28 +58,14 @@ class Voters:
     def steady(self, fragment: int, counted: Collection[PeerId]) -> set[PeerId]:
         """Of those that count in a mean, the others that are new to nobody: they are in all the last commits.
         As a run begins, all that vote, or all; nobody, where this peer does not know these commits."""
-        history = self.histories[fragment] if self.histories else None
-        if history is None or not history.version:
+        history = self.history(fragment)
+        if not history.version:
             return ({*self.all()} - {self._me}) & {*counted} or {*counted}
         return {*counted} & history.steady - {self._me} if history.is_full else set()
 
-    def workers(self, fragment: int) -> frozenset[str]:
-        """Whose slices are in the last commits of ``fragment`` that we know of."""
-        return self.histories[fragment].workers if self.histories else frozenset()
-
-    def together(self, fragment: int, peers: Collection[str]) -> frozenset[str]:
-        """Of ``peers``, those whose slices are in the same one of these commits: the most that are. All, as
-        long as we do not know these."""
-        return self.histories[fragment].together(peers) if self.is_sure(fragment) else frozenset(peers)
-
-    def is_sure(self, fragment: int) -> bool:
-        """Whether this peer knows the last commits of ``fragment``."""
-        return bool(self.histories) and self.histories[fragment].is_full
-
-    def newest(self, fragment: int) -> frozenset[str]:
-        """Whose slices are in the very last one."""
-        known = self.histories[fragment].newest_commit() if self.histories else None
-        return frozenset() if known is None else workers_of(known[1])
+    def history(self, fragment: int) -> History:
+        """What this peer knows of the last commits of ``fragment``."""
+        return self.histories[fragment] if self.histories else History()
 
     def _look_for_others(self) -> None:
         self._has_met_others = any(peer in self.met for peer in self._live if peer != self._me)
