@@ -95,7 +95,7 @@ class RoundSwarm:
         commit before: half of these and of the voters. Who left and who came never add up: of those that are
         done and gone so many count as were in one commit with those that are here."""
         signed = {*signers}
-        done = self.done_with(fragment)
+        done = self.done_with(fragment) | self._done.get(fragment, frozenset())
         here = {*self.voters.all(), *done & self.live.keys(), *signed & {self.me}}
         most = len(self.voters.history(fragment).together(here | done))
         least = min(least, len((here | done) - {self.me}))
@@ -137,8 +137,8 @@ class RoundSwarm:
         """Whether most are done with ``fragment``, so that no round can begin. Who is ``ready`` for one is
         not, nor are those in the last commits that are out of sight."""
         done = {*self.done_with(fragment)} - {*ready}
-        others = {*self.working_on(fragment), *self.voters.history(fragment).workers, *ready} - done
-        return len(others) < len(done)
+        away = self.voters.history(fragment).workers - self._done.get(fragment, frozenset())
+        return len({*self.working_on(fragment), *away, *ready} - done) < len(done)
 
     def is_over_for_good(self, fragment: int) -> bool:
         """Whether this peer may end for that: not by names that it knows nothing of, beside some at work."""
