@@ -38,7 +38,8 @@ def test_half_of_the_voters_make_a_commit_and_those_that_are_done_are_voters(
     """Of seven others and this peer; also those count that left when they were done."""
     machine, names = one_machine(), NAMES
     finished = PeerView(training=False, finished=frozenset({0}))
-    views = {name: finished if index >= len(names) - done else PeerView() for index, name in enumerate(names)}
+    at_work = len(names) - done
+    views = dict.fromkeys(names[:at_work], PeerView()) | dict.fromkeys(names[at_work:], finished)
     machine.swarm.voters.histories = [remembers(names)]
     machine.set_peers(views, 0.0)
     machine.set_peers({name: views[name] for name in names[: len(names) - left]}, 1.0)
@@ -51,14 +52,17 @@ def test_no_round_begins_where_most_are_done() -> None:
     machine.swarm.voters.histories = [remembers(NAMES)]
     done = PeerView(training=False, finished=frozenset({0}))
     for count, left, is_over in ((4, 0, False), (5, 0, True), (5, 5, True), (0, 0, False)):
-        views = {
-            name: done if index >= len(NAMES) - count else PeerView() for index, name in enumerate(NAMES)
-        }
+        at_work = len(NAMES) - count
+        views = dict.fromkeys(NAMES[:at_work], PeerView()) | dict.fromkeys(NAMES[at_work:], done)
         machine.set_peers(views, 0.0)
         machine.set_peers({name: views[name] for name in NAMES[: len(NAMES) - left]}, 1.0)
         assert machine.swarm.is_over(0) == is_over
-    machine.set_peers({name: done for name in NAMES[-3:]}, 2.0)
+    machine.set_peers(dict.fromkeys(NAMES[-3:], done), 2.0)
     assert not machine.swarm.is_over(0)
+    # One was done long before the others, so no commit has them all.
+    machine.swarm.voters.histories = [remembers([*NAMES[:3], NAMES[7]], NAMES[:7])]
+    machine.set_peers(dict.fromkeys(NAMES[:3], PeerView()) | dict.fromkeys(NAMES[3:], done), 3.0)
+    assert machine.swarm.is_over(0)
 
 
 def test_names_that_worked_at_different_times_are_not_so_many_votes() -> None:
