@@ -50,8 +50,8 @@ TOO_LARGE = {
 }
 """The classes that may be larger than the rule, each with its reason."""
 REACHED = {
-    "product lines": 56_036,
-    "test lines": 42_232,
+    "product lines": 56_043,
+    "test lines": 42_233,
     "module constants of time": 123,
     "numeric module constants": 514,
     "test functions that start processes": 76,

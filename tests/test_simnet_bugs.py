@@ -290,17 +290,6 @@ def test_lost_work_is_caught(bug: type[CountingLedger]) -> None:
     assert ("failed round" in laws(found)) is (bug is LosesResidual)
 
 
-@pytest.mark.parametrize("views_differed", [False, True])
-def test_a_fork_is_seen_as_it_comes_however_soon_it_goes(views_differed: bool) -> None:
-    books = Books(ONE_BLOCK, lambda: 0.0)
-    books.views_differed_at = 0.0 if views_differed else None
-    for sums in ([1, 1], [1, 1], [2, 1]):
-        books.reached("a", 0, StateRecord(CountedState.of(FORM, 1, sums), b"", {}))
-        assert bool(books.violations) == (sums == [2, 1] and not views_differed)
-    assert laws(books.violations) <= {"forks"}
-    assert len(books.histories[0]) == 3
-
-
 @pytest.mark.parametrize("signed_upon", ["the common start", "nothing", "another state"])
 def test_an_offer_counted_in_the_other_half_of_a_split_is_written_off_only_if_it_was(
     signed_upon: str,

@@ -47,7 +47,8 @@ class History:
         self.workers: frozenset[str] = frozenset()
         """Whose slices are in the kept commits."""
         self._workers: dict[int, frozenset[str]] = {}
-        """By round of a kept commit."""
+        self._here: dict[int, frozenset[str]] = {}
+        """By round of a kept commit: who is in it; who of ``workers`` was here when it was heard."""
         self._commits: OrderedDict[int, tuple[Decision, Outcome]] = OrderedDict()
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         self._joined: deque[tuple[int, bytes, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
@@ -95,6 +96,8 @@ class History:
             while len(self._commits) > bounds.KEEP_DECISIONS:
                 self._commits.pop(min(self._commits))
             self._note_workers()
+            here = filter(self._is_live, map(PeerId, self.workers))
+            self._here[outcome.key.round] = frozenset(here)
 
     def end(self, attempt: bytes) -> None:
         """Remember an attempt that is over, so that its stragglers are recognised."""
@@ -150,12 +153,14 @@ class History:
 
     def _note_workers(self) -> None:
         self._workers = {round_: self._workers[round_] for round_ in self._commits}
+        self._here = {round_: here for round_, here in self._here.items() if round_ in self._commits}
         self.workers = frozenset[str]().union(*self._workers.values())
 
     @property
     def steady(self) -> frozenset[str]:
-        """Whose slices are in each of the kept commits."""
-        return frozenset.intersection(*self._workers.values()) if self._workers else frozenset()
+        """Whose slices are in each of the kept commits; those aside that it took with nobody in sight."""
+        workers = [one for one in self._workers.values() if one]
+        return frozenset.intersection(*workers) if workers else frozenset()
 
     @property
     def newest(self) -> frozenset[str]:
@@ -163,8 +168,9 @@ class History:
         return self._workers[max(self._workers)] if self._workers else frozenset()
 
     def together(self, peers: Collection[str]) -> frozenset[str]:
-        """The most of ``peers`` whose slices are in the same one of them."""
-        return max((one & {*peers} for one in self._workers.values()), key=len, default=frozenset())
+        """The most of ``peers`` that worked and were here when the same one of them was heard."""
+        here = (self._here[round_] & {*peers} for round_ in self._commits)
+        return max(here, key=len, default=frozenset())
 
     @property
     def is_full(self) -> bool:

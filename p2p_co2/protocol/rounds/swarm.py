@@ -93,7 +93,7 @@ class RoundSwarm:
         are done with the fragment, and ``least`` where there are as many others. Whom else a certificate
         names as members says nothing: they may not know. Signers may have left since, if they are in the
         commit before: half of these and of the voters. Who left and who came never add up: of those that are
-        done and gone so many count as were in one commit with those that are here."""
+        done and gone so many count as were here at once, with those that are here."""
         signed = {*signers}
         done = self.done_with(fragment) | self._done.get(fragment, frozenset())
         here = {*self.voters.all(), *done & self.live.keys(), *signed & {self.me}}
@@ -125,12 +125,13 @@ class RoundSwarm:
     def done_with(self, fragment: int) -> frozenset[str]:
         """Who has come to the run's end and has nothing more to offer for ``fragment``, and is in its last
         commits; also who left after that. They count in a quorum: else who stays makes the end of a run as he
-        likes. Of names that came one after the other, those of one commit: they may be one machine's. To one
-        that does not know these also who says so, as long as it is here."""
+        likes. Of names that came one after the other, those that were here at once: they may be one
+        machine's. To one that does not know these, who is here and says so, if they are more."""
         known = self.voters.history(fragment).together(self._done.get(fragment, ()))
         if self._is_ending and not self.voters.history(fragment).is_full:
             here = {peer: view for peer, view in self.live.items() if fragment in view.finished}
-            known |= {peer for peer, view in here.items() if view.counted or peer in self.voters}
+            said = frozenset(peer for peer, view in here.items() if view.counted or peer in self.voters)
+            known = max(known, said, key=len)
         return known
 
     def is_over(self, fragment: int, ready: Collection[PeerId] = ()) -> bool:
@@ -141,8 +142,8 @@ class RoundSwarm:
         return len({*self.working_on(fragment), *away, *ready} - done) < len(done)
 
     def is_over_for_good(self, fragment: int) -> bool:
-        """Whether this peer may end for that: not by names that it knows nothing of, beside some at work."""
-        is_alone = not {*self.working_on(fragment)} - {self.me}
+        """Whether this peer may end for that: not by names that it knows nothing of, beside others."""
+        is_alone = all(fragment in view.finished for peer, view in self.live.items() if peer != self.me)
         return self.is_over(fragment) and (is_alone or self.voters.history(fragment).is_full)
 
     def is_live(self, peer: PeerId) -> bool:
