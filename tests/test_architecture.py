@@ -50,7 +50,7 @@ TOO_LARGE = {
 }
 """The classes that may be larger than the rule, each with its reason."""
 REACHED = {
-    "product lines": 56_043,
+    "product lines": 56_051,
     "test lines": 42_233,
     "module constants of time": 123,
     "numeric module constants": 514,

@@ -35,10 +35,14 @@ def missed_in(part: PartOutcome, outcome: Outcome, peer: PeerId) -> Missed | Non
 
 class History:
     """Where this peer is in one fragment, the last ``KEEP_DECISIONS`` commits, and the attempts that ended.
-    ``is_live``: whether a peer is here now. A commit may name anybody, so only they have worked in it."""
+    ``is_live``: whether a peer is here now; ``met``: who had a vote. A commit may name anybody, so only these
+    have worked in it."""
 
-    def __init__(self, is_live: Callable[[PeerId], bool] = lambda peer: True) -> None:
+    def __init__(
+        self, is_live: Callable[[PeerId], bool] = lambda peer: True, met: Collection[PeerId] = ()
+    ) -> None:
         self._is_live = is_live
+        self._met = met
         self.version: int | None = None
         """The agreed state that we hold; None while joining."""
         self.digest = b""
@@ -91,8 +95,9 @@ class History:
         self.end(outcome.key.attempt)
         if outcome.key.round not in self._commits:
             self._commits[outcome.key.round] = (decision, outcome)
-            here = filter(self._is_live, map(PeerId, workers_of(outcome)))
-            self._workers[outcome.key.round] = frozenset(here)
+            named = map(PeerId, workers_of(outcome))
+            known = {peer for peer in named if self._is_live(peer) or peer in self._met}
+            self._workers[outcome.key.round] = frozenset(known)
             while len(self._commits) > bounds.KEEP_DECISIONS:
                 self._commits.pop(min(self._commits))
             self._note_workers()
@@ -164,8 +169,9 @@ class History:
 
     @property
     def newest(self) -> frozenset[str]:
-        """Whose slices are in the last of them."""
-        return self._workers[max(self._workers)] if self._workers else frozenset()
+        """Whose slices are in the last of them, and who were here then."""
+        last = max(self._workers, default=0)
+        return self._workers[last] & self._here[last] if self._workers else frozenset()
 
     def together(self, peers: Collection[str]) -> frozenset[str]:
         """The most of ``peers`` that worked and were here when the same one of them was heard."""

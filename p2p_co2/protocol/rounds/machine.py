@@ -66,7 +66,9 @@ class Rounds:
         self.swarm = RoundSwarm(self._me, shape)
         self.outlet = Outlet(self._me)
         self.swarm.repute.emit = self.outlet.emit
-        histories = self.swarm.voters.histories = [History(self.swarm.is_live) for _ in shape.blocks]
+        histories = self.swarm.voters.histories = [
+            History(self.swarm.is_live, self.swarm.voters.met) for _ in shape.blocks
+        ]
         self._coordination = Coordination(
             self.swarm, self.outlet, histories,
             joined_until=lambda place: self._fragments[place[0]].joined_until(place[1]),
