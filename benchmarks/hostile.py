@@ -437,8 +437,8 @@ class Flood:
                 await link.send(data)
                 self.sent += 1
             await link.close()
-        except PeerLost:
-            self.shut_out += 1  # whatever it says: of one that ends during a write gRPC may lose the reason
+        except PeerLost as error:
+            self.shut_out += any(reason in str(error) for reason in ("too many messages", "shut out"))
 
 
 def flood(options: argparse.Namespace) -> Figures:

@@ -127,21 +127,22 @@ async def attack(
         return sent
 
 
-async def flood(ticket: str, folder: Path, victim: PeerId) -> str:
+async def flood(ticket: str, folder: Path, victim: PeerId) -> tuple[str, str]:
     """Small, well formed PARTs of a round that does not exist, as fast as ``victim`` takes them, until it
-    takes no more. Returns why the next link ended: of one that ends during a write gRPC may lose the
-    reason."""
+    takes no more: (why the link ended, why the next one did)."""
     async with stranger(ticket, folder) as network:
         link = await link_to(network, victim)
         part = envelope(part=Part(key=RoundKey(round=10**6, attempt=bytes(16)), total=1, data=b"x"))
         async with asyncio.timeout(BOUND_S):
-            with contextlib.suppress(PeerLost):
+            try:
                 while True:
                     await link.send(part)
+            except PeerLost as error:
+                first = str(error)
             again = await link_to(network, victim)
             with contextlib.suppress(PeerLost):  # it may be shut out before the call returns
                 await again.send(envelope(ping=Ping(nonce=1, sent_at=1.0)))
-            return await again.wait_closed()
+            return first, await again.wait_closed()
 
 
 def refusals(running: Swarm) -> dict[str, list[str]]:
@@ -179,7 +180,9 @@ def test_broken_rules_and_a_flood_are_refused_and_counted_and_cost_the_swarm_not
             return [reason for reasons in refusals(running).values() for reason in reasons]
 
         sent = asyncio.run(attack(running.ticket, tmp_path / "mallory", victim, counted))
-        assert "shut out" in asyncio.run(flood(running.ticket, tmp_path / "flooder", victim))
+        first, second = asyncio.run(flood(running.ticket, tmp_path / "flooder", victim))
+        assert "too many messages" in first
+        assert "shut out" in second
         for name in HONEST:
             made = sum(isinstance(event, RoundCommitted) for event in running.events(name))
             running.wait_for(name, RoundCommitted, count=made + 3)

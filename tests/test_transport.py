@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
 import random
 import time
@@ -20,7 +21,7 @@ from p2p_co2.errors import (
     TransportError,
 )
 from p2p_co2.net.transport.admission import MAX_INBOUND_LINKS_PER_PEER
-from p2p_co2.net.transport.base import Dials
+from p2p_co2.net.transport.base import Dials, Link
 from p2p_co2.net.transport.grpc_carrier import (
     GrpcCarrier,
     fetch_certificate,
@@ -168,6 +169,24 @@ async def test_a_message_refused_above_ends_the_link(kind: str, tmp_path: Path) 
         assert [(sender, str(error)) for sender, error in b.refused] == [
             (a.identity.peer_id, "nonsense: xyz")
         ]
+
+
+@BOTH
+async def test_who_is_refused_while_it_sends_learns_why(kind: str, tmp_path: Path) -> None:
+    async with open_pair(kind, tmp_path) as (a, b):
+
+        async def refuse(sender: PeerId, data: bytes) -> None:
+            if data == b"last":
+                raise RemoteProtocolError("too many messages", "")
+
+        async def pour(link: Link) -> None:
+            for data in itertools.chain([b"first"] * 200, itertools.repeat(b"last")):
+                await link.send(data)
+
+        b.carrier.on_message = refuse
+        for _ in range(8):
+            with pytest.raises(PeerLost, match="refused us: too many messages"):
+                await pour(await a.carrier.connect(b.record))
 
 
 def is_by_silence(cause: str) -> bool:

@@ -22,8 +22,9 @@ import hashlib
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import TypeVar, cast
 from urllib.parse import unquote
 
 import grpc
@@ -51,6 +52,7 @@ from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
+T = TypeVar("T")
 SERVICE = f"p2p_co2.v{PROTOCOL_VERSION}"
 METHOD = f"/{SERVICE}/Link"
 WELCOME = ("p2p-co2", "welcome")
@@ -199,6 +201,8 @@ class GrpcLink(Link):
     def __init__(self, peer: PeerId, channel: grpc.aio.Channel, gone: Callable[[Link], None]) -> None:
         self._channel = channel
         self._call: grpc.aio.StreamUnaryCall = channel.stream_unary(METHOD)()
+        self._end = ""
+        self._call.add_done_callback(self._note_end)
         self.send_buffer: SendBuffer | None = None
         super().__init__(peer, gone)
 
@@ -228,9 +232,21 @@ class GrpcLink(Link):
         await self._channel.close()
 
     async def _watch(self) -> str:
-        code = await self._call.code()
-        details = await self._call.details()
-        return self._closing or how_it_ended(code, details)
+        await self._call.code()
+        return self._closing or self._end
+
+    def _note_end(self, call: grpc.aio.StreamUnaryCall) -> None:
+        """Called as a status comes. The first is the peer's: gRPC sets another when a write fails for it."""
+        self._end = self._end or how_it_ended(_known(call.code()), _known(call.details()))
+
+
+def _known(status: Coroutine[None, None, T]) -> T:
+    """What a call that has ended returns without waiting."""
+    try:
+        status.send(None)
+    except StopIteration as end:
+        return cast(T, end.value)
+    raise AssertionError("the call has not ended")
 
 
 def how_it_ended(code: grpc.StatusCode, details: str | None) -> str:
