@@ -173,6 +173,11 @@ class History:
         last = max(self._workers, default=0)
         return self._workers[last] & self._here[last] if self._workers else frozenset()
 
+    def in_one(self, peers: Collection[str]) -> frozenset[str]:
+        """The most of ``peers`` whose slices are in the same one of them, and who were here then."""
+        here = (self._workers[round_] & self._here[round_] & {*peers} for round_ in self._commits)
+        return max(here, key=len, default=frozenset())
+
     def together(self, peers: Collection[str]) -> frozenset[str]:
         """The most of ``peers`` that worked and were here when the same one of them was heard."""
         here = (self._here[round_] & {*peers} for round_ in self._commits)
