@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from selenium import webdriver
+from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.chrome.webdriver import WebDriver
@@ -28,7 +29,9 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
     "--disable-dev-shm-usage",  # in a container its 64 MB fill up, and a page hangs
 )  # fmt: skip
-LOADED_WITHIN_S = 60
+LOADED_WITHIN_S = 20
+"""Each of ``TRIES``."""
+TRIES = 4
 PHONE = {"width": 390, "height": 844, "pixelRatio": 2}
 WIDE = (1280, 900)
 
@@ -39,6 +42,18 @@ def missing() -> str:
     if not absent:
         return ""
     return f"{' and '.join(absent)} not found: apt-get install chromium chromium-driver (Debian)"
+
+
+class Browser(webdriver.Chrome):
+    def get(self, url: str) -> None:
+        """Open a page. Chromium loses such a call now and then, and stays where it was: it is asked again."""
+        for tries_left in reversed(range(TRIES)):
+            try:
+                super().get(url)
+                return
+            except TimeoutException:
+                if not tries_left:
+                    raise
 
 
 @contextmanager
@@ -52,7 +67,7 @@ def browser(*, phone: bool = False, dark: bool = False) -> Iterator[WebDriver]:
     if phone:
         options.add_experimental_option("mobileEmulation", {"deviceMetrics": PHONE})
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    driver = Browser(options=options, service=Service(shutil.which("chromedriver")))
     try:
         driver.set_window_size(*WIDE)
         driver.set_page_load_timeout(LOADED_WITHIN_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import glob
 import json
+import math
 import os
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,18 +25,21 @@ from p2p_co2.trainer import connect
 from tests.swarm_peer import WIDTH, make_model
 
 
-def left_behind(bound_s: float = 10.0) -> dict[str, object]:
-    """What is left of this process, once no thread, child or file is, or after ``bound_s``: the kernel and
-    the libraries may take a moment on a busy machine."""
+def left_behind(before: dict[str, Any], bound_s: float = 10.0) -> dict[str, Any]:
+    """What is left of this process, once no thread, child or file is, and no more descriptors than
+    ``before``, or after ``bound_s``: the kernel and the libraries may take a moment on a busy machine."""
     ends_at = time.monotonic() + bound_s
-    while (found := now_held())["threads"] or found["children"] or found["files"]:
+    while (
+        (found := now_held())["threads"] or found["children"] or found["files"]
+        or found["fds"] > before["fds"] or found["sockets"] > before["sockets"]
+    ):  # fmt: skip
         if time.monotonic() > ends_at:
             break
         time.sleep(0.1)
     return found
 
 
-def now_held() -> dict[str, object]:
+def now_held() -> dict[str, Any]:
     """Descriptors, threads, child processes and temporary files of this process."""
     gc.collect()
     children: list[str] = []
@@ -96,4 +101,8 @@ STARTED_AT = time.time()
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps([(cycle(sys.argv[1], Path(sys.argv[2])), left_behind())[1] for _ in range(3)]))
+    found: list[dict[str, Any]] = [{"fds": math.inf, "sockets": math.inf}]
+    for _ in range(3):
+        cycle(sys.argv[1], Path(sys.argv[2]))
+        found.append(left_behind(found[-1]))
+    print(json.dumps(found[1:]))

@@ -5,7 +5,8 @@
 
 ``--die-at KIND`` makes the process kill itself with SIGKILL in the moment before it would send its first
 message of that kind after ``--die-after`` committed rounds: the way to be dead in a chosen phase of a round,
-for real. ``--impatient``: listen to peers that are listed and gone no longer than to nobody.
+for real. After four more also before one of a second kind (``waiting,begin``). ``--impatient``: listen to
+peers that are listed and gone no longer than to nobody.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Doom:
     """Counts commits and kills the process at the chosen message."""
 
     def __init__(self, kind: str, after: int) -> None:
-        self.kind, self.after, self.commits = kind, after, 0
+        self.kinds, self.after, self.commits = kind.split(","), after, 0
 
     def saw(self, event: Event) -> None:
         self.commits += isinstance(event, RoundCommitted)
@@ -51,7 +52,8 @@ class Doom:
         written = shell.unsent  # where messages leave by another way this fails: else nobody would die
 
         def doomed(message: Message, head: bytes) -> Unsent:
-            if self.commits >= self.after and message.__class__.__name__.lower() == self.kind:
+            kinds = self.kinds[: 1 + (self.commits - self.after) // 4]
+            if self.commits >= self.after and message.__class__.__name__.lower() in kinds:
                 os.kill(os.getpid(), signal.SIGKILL)
             return written(message, head)
 

@@ -16,7 +16,6 @@ import pytest
 from selenium.common.exceptions import (
     ElementNotInteractableException,
     StaleElementReferenceException,
-    TimeoutException,
 )
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
@@ -95,12 +94,7 @@ def looking(kind: str, page: str = "", mode: str = "") -> Iterator[tuple[WebDriv
     ``mode``: "dark", "phone" or ""."""
     address = board_of(kind)
     driver = browser_in(mode)
-    try:
-        driver.get(address + page)
-    except TimeoutException:  # once in many runs a browser hangs, and never answers again
-        browser_in.cache_clear()
-        driver = browser_in(mode)
-        driver.get(address + page)
+    driver.get(address + page)
     yield driver, address
     assert errors(driver) == []
 

@@ -141,7 +141,7 @@ RUN_IN_A_SWARM = [
 @pytest.mark.parametrize("program", RUN_IN_A_SWARM, ids=lambda found: name_of(found[0]))
 def test_what_is_said_to_run_runs_in_a_swarm(program: tuple[Path, str], tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(program[1])
-    with local_swarm(peers=2, rounds=3, folder=tmp_path / "swarm") as running:
+    with local_swarm(peers=2, rounds=5, folder=tmp_path / "swarm") as running:
         told = running.run([sys.executable, str(tmp_path / "program.py")])
     assert all("inner steps" in text for text in told), told
 

@@ -31,7 +31,7 @@ LINE = torch.tensor([list(b"import sys\n" * 5)])
 def run(example: str, local_swarm: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[float, Path]:
     """The loss on which both agree, and where the first has put its model."""
     monkeypatch.chdir(folder)
-    swarm = local_swarm(peers=2, rounds=6)
+    swarm = local_swarm(peers=2, rounds=8)
     outputs = swarm.run([sys.executable, str(EXAMPLES / example), swarm.ticket], timeout_s=400)
     found = [SAYS.findall(output) for output in outputs]
     assert all(len(one) == 1 for one in found), outputs

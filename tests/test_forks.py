@@ -19,7 +19,8 @@ from p2p_co2.system.process import FolderLock, is_kept, left_to_others, processe
 from tests.swarms import ROOT, swarm
 from tests.transport_peers import free_port
 
-RUN = RunConfig(name="forks", recipe="own-loop", fragments=2, clock=ClockConfig(mode="time", round_s=1.0))
+RUN = RunConfig(name="forks", recipe="own-loop", fragments=2, clock=ClockConfig(mode="time", round_s=600.0))
+"""No round ends: who began again would be asked for the state of those before."""
 
 
 def test_a_forked_child_has_neither_the_lock_nor_the_sockets_and_the_parent_keeps_both(

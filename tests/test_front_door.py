@@ -624,7 +624,7 @@ def test_a_loop_of_few_lines_a_drop_in_and_one_whose_data_stalls_agree(
     local_swarm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    swarm = local_swarm(peers=3, rounds=5)
+    swarm = local_swarm(peers=3, rounds=8)
     program = Path(__file__).with_name("front_door_peer.py")
     loop, drop_in, stalled = (told(output) for output in swarm.run([sys.executable, str(program)]))
     assert loop["digest"] == drop_in["digest"] == stalled["digest"]

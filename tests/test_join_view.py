@@ -72,7 +72,7 @@ def test_a_volunteer_sees_the_own_row_an_answer_to_ctrl_c_and_how_to_come_back(t
             assert "leaving" not in peer.text
             other.process.send_signal(signal.SIGSTOP)  # what is in flight stays so: leaving takes its time
             peer.process.send_signal(signal.SIGINT)
-            peer.wait_for("leaving after this inner step", 5.0)
+            peer.wait_for("leaving after this inner step", 60.0)
             assert "left: stopped" not in peer.text
             peer.wait_for("to come back: ", 60.0)
             assert peer.process.wait(60) == 0

@@ -398,8 +398,8 @@ def test_a_peers_owner_bans_another_by_name_and_lets_it_come_back(tmp_path: Path
         command("ban", words_of(bob), str(tmp_path / "anna"))
         (left,) = ours.wait_for("anna", PeerLeft)
         assert (left.other, left.reason) == (bob, BANNED)  # type: ignore[attr-defined]
-        lost = ours.wait_for("bob", LinkLost)
-        assert BANNED in lost[0].reason  # type: ignore[attr-defined]
+        while not any(BANNED in event.reason for event in ours.events("bob") if isinstance(event, LinkLost)):
+            time.sleep(0.2)
         assert not [event for event in ours.events("carol") if isinstance(event, PeerLeft)]
         command("ban", bob, str(tmp_path / "anna"), "--undo")
         ours.wait_for("anna", PeerJoined, 3)
@@ -460,7 +460,7 @@ def test_who_is_revoked_counts_no_more_after_a_round_though_no_seed_is_up(
             events = ours.events(name)
             left = [event.at for event in events if isinstance(event, PeerLeft) and event.other == carol]
             assert len(left) == 1
-            assert left[0] <= revoked_at + 1.0
+            assert left[0] <= revoked_at + round_s
             assert max(counted(ours, name, carol)) <= revoked_at + round_s
             others = [event.at for event in events if isinstance(event, RoundCounted)]
             assert max(others) > revoked_at + round_s  # the rest goes on
@@ -478,7 +478,7 @@ def test_who_is_revoked_counts_no_more_after_a_round_though_no_seed_is_up(
             assert max(counted(ours, name, carol), default=0.0) <= revoked_at + round_s
             told = [event.text for event in ours.events(name) if isinstance(event, ev.Warned)]
             assert f"from round {first} on outer.lr is 0.25, says the run's organiser" in told
-        while max(made(ours, "dave")) <= first:  # together, so the bits are the same
+        while max(made(ours, "dave"), default=0) <= first:  # together, so the bits are the same
             time.sleep(0.2)
 
 

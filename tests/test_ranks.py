@@ -303,7 +303,7 @@ def test_a_ctrl_c_stops_all_ranks_with_the_same_step(tmp_path: Path) -> None:
 @pytest.mark.swarm
 def test_a_group_and_a_peer_of_one_process_agree_by_the_example(tmp_path: Path) -> None:
     run = read_run_config(ROOT / "examples" / "own_loop.toml")
-    run = run.model_copy(update={"clock": run.clock.model_copy(update={"rounds": 5})})
+    run = run.model_copy(update={"clock": run.clock.model_copy(update={"rounds": 10})})
     example = str(ROOT / "examples" / "torchrun_fsdp.py")
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     with local_swarm(2, run=run, folder=tmp_path / "swarm") as running:

@@ -108,10 +108,14 @@ async def open_pair(kind: str, folder: Path) -> AsyncIterator[tuple[Peer, Peer]]
         yield a, b
 
 
+PORTS = iter(random.sample(range(20_000, 30_000), 10_000))
+"""Below those that the kernel hands out to whoever asks for any."""
+
+
 def free_port() -> int:
-    """A port that nobody listens on, below those that the kernel hands out to whoever asks for any."""
+    """A port that nobody listens on, and that nobody here was given before."""
     while True:
-        port = random.randrange(20_000, 30_000)
+        port = next(PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -305,17 +305,15 @@ class BandwidthPage(Page):
         self._peers.set(facts.peers)
         if self._hops is not None:
             self._hops.set(itertools.pairwise(facts.stages))
-        names = {peer.peer: _name_and_stage(peer) for peer in facts.peers}
+        names = {
+            peer.peer: plain(peer.label, 24) + ("" if peer.stage is None else f", stage {peer.stage}")
+            for peer in facts.peers
+        }
         self._links.set([
             (names[peer.peer], names.get(link.other) or words_of(link.other), link)
             for peer in facts.peers
             for link in peer.links
         ])  # fmt: skip
-
-
-def _name_and_stage(peer: PeerFacts) -> str:
-    """The stage only in a run with several."""
-    return plain(peer.label, 24) + ("" if peer.stage is None else f", stage {peer.stage}")
 
 
 _HOPS = (

@@ -24,7 +24,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Any
 from urllib.parse import unquote
 
 import grpc
@@ -52,7 +52,6 @@ from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
-T = TypeVar("T")
 SERVICE = f"p2p_co2.v{PROTOCOL_VERSION}"
 METHOD = f"/{SERVICE}/Link"
 WELCOME = ("p2p-co2", "welcome")
@@ -240,13 +239,12 @@ class GrpcLink(Link):
         self._end = self._end or how_it_ended(_known(call.code()), _known(call.details()))
 
 
-def _known(status: Coroutine[None, None, T]) -> T:
+def _known(status: Coroutine[None, None, Any]) -> Any:
     """What a call that has ended returns without waiting."""
     try:
-        status.send(None)
+        return status.send(None)
     except StopIteration as end:
-        return cast(T, end.value)
-    raise AssertionError("the call has not ended")
+        return end.value
 
 
 def how_it_ended(code: grpc.StatusCode, details: str | None) -> str:

@@ -90,11 +90,11 @@ class RoundSwarm:
 
     def believes(self, signers: Collection[PeerId], fragment: int, least: int = 1) -> bool:
         """Whether so many signed a commit that it is the swarm's: half of the voters, those among them that
-        are done with the fragment, and ``least`` where there are as many others. Whom else a certificate
-        names as members says nothing: they may not know. Signers that are done count with those that worked
-        beside them. They may have left since, if they are in the commit before: half of these and of the
-        voters. No two of these ways add up, else names that come one after the other would. Of those that
-        are done and gone so many are voters as were here at once, with those that are here."""
+        are done with the fragment, and ``least`` where there are as many others. Whom a certificate names as
+        members says nothing. Signers that are done count with those in one commit with them. Who left counts
+        if he is in the commit before: half of these and of the voters. These ways do not add up, else names
+        that come one after the other would. Of those that are done so many are voters as were here at once
+        with the rest."""
         signed, history, done = {*signers}, self.voters.history(fragment), self.done_with(fragment)
         voters = {*self.voters.all(), *signed & {self.me}}
         here = voters | (done & self.live.keys())

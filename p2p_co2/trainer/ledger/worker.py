@@ -45,12 +45,6 @@ NOT_FINITE = (
 )
 
 
-def _compute_as_all_do() -> None:
-    """For the thread that computes what all peers agree on. It begins with its parent's settings of the
-    processor, and one that flushes tiny numbers to zero would get other bits."""
-    torch.set_flush_denormal(False)
-
-
 def _on_worker(
     work: Callable[Concatenate[TensorWorker, _P], _T],
 ) -> Callable[Concatenate[TensorWorker, _P], Coroutine[Any, Any, _T]]:
@@ -74,8 +68,8 @@ class TensorWorker:
         self._codec = codec
         self._rule = rule or get_rule("mean")
         self.fragments = list(fragments)
-        self.thread = thread or ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="p2p-co2 tensors", initializer=_compute_as_all_do
+        self.thread = thread or ThreadPoolExecutor(  # one that flushed tiny numbers to zero got other bits
+            1, "p2p-co2 tensors", initializer=torch.set_flush_denormal, initargs=(False,)
         )
         self.outcomes: queue.SimpleQueue[FragmentOutcome] = queue.SimpleQueue()
         self._told = [0] * len(self.fragments)
