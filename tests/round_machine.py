@@ -38,13 +38,16 @@ def offer_of(round_: int = 1, weight: float = 2.0, payload: bytes = bytes(range(
     return Offer(0, round_, round_ - 1, DIGEST, payload, weight, offer_id=bytes(8))
 
 
-def remembers(*groups: Iterable[PeerId], beside: Iterable[PeerId] = ()) -> History:
-    """What one knows that saw all commits, round by round of the slices of ``groups``, others ``beside``."""
-    here = set[PeerId]()
-    history = History(here.__contains__)
+def remembers(
+    *groups: Iterable[PeerId], beside: Iterable[PeerId] = (), seen: Iterable[PeerId] = ()
+) -> History:
+    """What one knows that saw all commits, round by round of the slices of ``groups``, others ``beside`` at
+    work; ``seen``: not at work any more."""
+    here, seen = set[PeerId](), {*seen}
+    history = History(here.__contains__, at_work=lambda: here - seen)
     for round_, group in enumerate(groups, 1):
         here.clear()
-        here.update(group, beside)
+        here.update(group, beside, seen)
         part = wire.PartOutcome(contributors=[wire.Contributor(peer=peer) for peer in group])
         history.keep(wire.Decision(), wire.Outcome(key=wire.RoundKey(round=round_), parts=[part]))
     return history

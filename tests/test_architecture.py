@@ -50,8 +50,8 @@ TOO_LARGE = {
 }
 """The classes that may be larger than the rule, each with its reason."""
 REACHED = {
-    "product lines": 56_065,
-    "test lines": 42_283,
+    "product lines": 56_079,
+    "test lines": 42_311,
     "module constants of time": 123,
     "numeric module constants": 514,
     "test functions that start processes": 76,

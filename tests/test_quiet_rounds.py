@@ -18,6 +18,7 @@ from p2p_co2.telemetry.events import PeerLeft
 from p2p_co2.wire.heartbeat import (
     LONGEST_HEARTBEAT_S,
     MEASURED_BEATS,
+    SILENCE_FLOOR_S,
     quiet_beat_s,
 )
 from p2p_co2.wire.identity import PeerId
@@ -41,6 +42,16 @@ def test_short_rounds_have_no_quiet_and_long_ones_a_bounded_one() -> None:
     assert [quiet_beat_s(round_s) for round_s in (1.0, 20.0, 50.0)] == [0.0, 0.0, 0.0]
     assert quiet_beat_s(100.0) == 10.0
     assert quiet_beat_s(1200.0) == quiet_beat_s(36_000.0) == LONGEST_HEARTBEAT_S
+
+
+def test_who_claims_a_slower_beat_than_its_run_has_is_missed_as_others_are() -> None:
+    machine = Membership(ME)
+    machine.receive(Ping(status=Status(heartbeat_s=1e6)), OTHER, 0.0)
+    while OTHER in machine.live:
+        now = machine.get_timer()
+        assert now is not None
+        assert now < 4 * SILENCE_FLOOR_S
+        machine.handle_timer(now)
 
 
 def test_who_rests_tells_each_other_once_a_slow_beat_and_measures_now_and_then() -> None:

@@ -72,17 +72,31 @@ def test_names_that_worked_at_different_times_are_not_so_many_votes(is_in_sight:
         *([make_identity(index).peer_id for index in range(first, first + 3)] for first in (20, 23, 26)),
     )
     machine = one_machine()
-    beside = [*old, *new] if is_in_sight else []
+    seen = [*old, *new] if is_in_sight else []
     groups = ([*honest, *group] for group in (old, new, newest))
-    machine.swarm.voters.histories = [remembers(*groups, beside=beside)]
+    machine.swarm.voters.histories = [remembers(*groups, seen=seen)]
     for names in (old, new):
         machine.set_peers(dict.fromkeys(honest, PeerView()) | dict.fromkeys(names, DONE), 0.0)
-    machine.set_peers(dict.fromkeys([*honest, *newest], PeerView()) | dict.fromkeys(beside, DONE), 1.0)
+    machine.set_peers(dict.fromkeys([*honest, *newest], PeerView()) | dict.fromkeys(seen, DONE), 1.0)
     swarm = machine.swarm
     assert swarm.done_with(0) == {*old}
     assert not swarm.is_over(0)
     assert not swarm.believes([*old, *new, *newest], 0)
-    assert swarm.believes(honest, 0) or is_in_sight  # then they count until eight commits are without them
+    assert swarm.believes(honest, 0)
+
+
+def test_those_that_are_done_count_together_though_each_is_missed_in_turn() -> None:
+    """No commit holds all five. The three that are left are not the swarm."""
+    machine, left, done = one_machine(), NAMES[:3], NAMES[3:]
+    groups = ([*left, *done[: one % 5], *done[one % 5 + 1 :]] for one in range(8))
+    machine.swarm.voters.histories = [remembers(*groups, beside=done)]
+    for here in (NAMES, left):
+        views = {name: DONE if name in done else PeerView() for name in NAMES}
+        machine.set_peers({name: views[name] for name in here}, 0.0)
+        assert machine.swarm.done_with(0) == {*done}
+        assert machine.swarm.is_over(0)
+        assert not machine.swarm.believes(left, 0)
+        assert machine.swarm.believes(done, 0)
 
 
 def test_a_last_group_of_few_has_no_more_votes_than_all_that_are_here() -> None:

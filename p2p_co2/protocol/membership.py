@@ -22,7 +22,6 @@ from typing import Any
 from p2p_co2.protocol.strangers import OtherModel, Strangers
 from p2p_co2.wire.heartbeat import (
     HEARTBEAT_S,
-    LONGEST_HEARTBEAT_S,
     SILENCE_CAP_S,
     SILENCE_FLOOR_S,
     SLOWEST_HEARTBEAT_S,
@@ -98,11 +97,10 @@ class PeerInfo:
         _keep(self.round_trips_s, round_trip_s, TRIPS_KEPT)
         self.round_trip_s = min(self.round_trips_s)
 
-    @property
-    def silence_limit_s(self) -> float:
-        """Seconds without a word after which the peer counts as gone."""
+    def silence_limit_s(self, quiet_s: float) -> float:
+        """Seconds without a word after which the peer counts as gone; ``quiet_s``: it may beat so seldom."""
         habit = 4.0 * max(self.gaps_s, default=HEARTBEAT_S)
-        announced = QUIET_BEATS_MISSED * min(self.status.heartbeat_s, LONGEST_HEARTBEAT_S)
+        announced = QUIET_BEATS_MISSED * min(self.status.heartbeat_s, quiet_s)
         return max(announced, min(SILENCE_CAP_S, max(SILENCE_FLOOR_S, habit)))
 
 
@@ -431,7 +429,9 @@ class Membership:
         told = list[PeerId]()
         for peer, info in list(self.live.items()):
             silent_s = now - info.heard_at
-            if silent_s > SILENCE_FLOOR_S and silent_s > max(info.silence_limit_s, 4.0 * quick_s):
+            if silent_s > SILENCE_FLOOR_S and silent_s > max(
+                info.silence_limit_s(self.quiet_s), 4.0 * quick_s
+            ):
                 self._lose(peer, f"silent for {silent_s:.0f} s", now, is_silent=True)
             elif now - info.answered_us_at > measure_every_s(beat_s):
                 asked.append(peer)

@@ -6,7 +6,7 @@ Law: a commit that is kept is never replaced. What is kept is bounded.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.certificate import Derived, tellers_of
@@ -36,12 +36,14 @@ def missed_in(part: PartOutcome, outcome: Outcome, peer: PeerId) -> Missed | Non
 class History:
     """Where this peer is in one fragment, the last ``KEEP_DECISIONS`` commits, and the attempts that ended.
     ``is_live``: whether a peer is here now; ``met``: who had a vote. A commit may name anybody, so only these
-    have worked in it."""
+    have worked in it. ``at_work``: who is here and not done with the fragment."""
 
     def __init__(
-        self, is_live: Callable[[PeerId], bool] = lambda peer: True, met: Collection[PeerId] = ()
-    ) -> None:
+        self, is_live: Callable[[PeerId], bool] = lambda peer: True, met: Collection[PeerId] = (),
+        at_work: Callable[[], Iterable[str]] | None = None,
+    ) -> None:  # fmt: skip
         self._is_live = is_live
+        self._at_work = at_work or (lambda: filter(is_live, map(PeerId, self.workers)))
         self._met = met
         self.version: int | None = None
         """The agreed state that we hold; None while joining."""
@@ -53,6 +55,8 @@ class History:
         self._workers: dict[int, frozenset[str]] = {}
         self._here: dict[int, frozenset[str]] = {}
         """By round of a kept commit: who is in it; who of ``workers`` was here when it was heard."""
+        self._beside: dict[int, frozenset[str]] = {}
+        """Those of them that were at work then."""
         self._commits: OrderedDict[int, tuple[Decision, Outcome]] = OrderedDict()
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         self._joined: deque[tuple[int, bytes, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
@@ -103,6 +107,7 @@ class History:
             self._note_workers()
             here = filter(self._is_live, map(PeerId, self.workers))
             self._here[outcome.key.round] = frozenset(here)
+            self._beside[outcome.key.round] = self._here[outcome.key.round] & {*self._at_work()}
 
     def end(self, attempt: bytes) -> None:
         """Remember an attempt that is over, so that its stragglers are recognised."""
@@ -158,7 +163,8 @@ class History:
 
     def _note_workers(self) -> None:
         self._workers = {round_: self._workers[round_] for round_ in self._commits}
-        self._here = {round_: here for round_, here in self._here.items() if round_ in self._commits}
+        self._here = {round_: self._here[round_] for round_ in self._commits if round_ in self._here}
+        self._beside = {round_: self._beside[round_] for round_ in self._here}
         self.workers = frozenset[str]().union(*self._workers.values())
 
     @property
@@ -173,15 +179,21 @@ class History:
         last = max(self._workers, default=0)
         return self._workers[last] & self._here[last] if self._workers else frozenset()
 
-    def in_one(self, peers: Collection[str]) -> frozenset[str]:
-        """The most of ``peers`` whose slices are in the same one of them, and who were here then."""
-        here = (self._workers[round_] & self._here[round_] & {*peers} for round_ in self._commits)
-        return max(here, key=len, default=frozenset())
+    def worked_at_once(self, peers: Collection[str]) -> frozenset[str]:
+        """The most of ``peers`` that worked at the same time: each in one of these commits and in a later
+        one, or the same, so that whose slices are missed now and then counts in between."""
+        at = {one: [r for r in self._commits if one in self._workers[r] & self._here[r]] for one in peers}
+        groups = (
+            frozenset(one for one in at if at[one] and min(at[one]) <= r <= max(at[one]))
+            for r in self._commits
+        )
+        return max(groups, key=len, default=frozenset())
 
-    def together(self, peers: Collection[str]) -> frozenset[str]:
-        """The most of ``peers`` that worked and were here when the same one of them was heard."""
-        here = (self._here[round_] & {*peers} for round_ in self._commits)
-        return max(here, key=len, default=frozenset())
+    def most_at_once(self, peers: Collection[str]) -> int:
+        """How many of ``peers`` worked, or were seen at work, at the same time."""
+        return max(
+            len(self.worked_at_once(peers)), *(len(one & {*peers}) for one in self._beside.values()), 0
+        )
 
     @property
     def is_full(self) -> bool:

@@ -19,6 +19,7 @@ a round.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import inf
 
 from google.protobuf.message import Message
@@ -67,7 +68,8 @@ class Rounds:
         self.outlet = Outlet(self._me)
         self.swarm.repute.emit = self.outlet.emit
         histories = self.swarm.voters.histories = [
-            History(self.swarm.is_live, self.swarm.voters.met) for _ in shape.blocks
+            History(self.swarm.is_live, self.swarm.voters.met, partial(self.swarm.working_on, fragment))
+            for fragment in range(len(shape.blocks))
         ]
         self._coordination = Coordination(
             self.swarm, self.outlet, histories,

@@ -91,17 +91,17 @@ class RoundSwarm:
     def believes(self, signers: Collection[PeerId], fragment: int, least: int = 1) -> bool:
         """Whether so many signed a commit that it is the swarm's: half of the voters, those among them that
         are done with the fragment, and ``least`` where there are as many others. Whom a certificate names as
-        members says nothing. Signers that are done count with those in one commit with them. Who left counts
-        if he is in the commit before: half of these and of the voters. These ways do not add up, else names
-        that come one after the other would. Of those that are done so many are voters as were here at once
-        with the rest."""
+        members says nothing. Signers that are done count with those that worked when they did. Who left
+        counts if he is in the commit before: half of these and of the voters. These ways do not add up, else
+        names that come one after the other would."""
         signed, history, done = {*signers}, self.voters.history(fragment), self.done_with(fragment)
-        voters = {*self.voters.all(), *signed & {self.me}}
-        here = voters | (done & self.live.keys())
-        most = len(history.together(here | done))
-        least = min(least, len((here | done) - {self.me}))
-        known = signed & (here | done)
-        beside = history.in_one(known) if history.is_full else known
+        voters: set[str] = {*self.voters.all(), *signed & {self.me}}
+        known = signed & (voters | done)
+        least = min(least, len((voters | done) - {self.me}))
+        most = history.most_at_once(voters | done)
+        here, beside = voters, history.worked_at_once(known)
+        if not history.is_full:
+            here, beside = voters | (done & self.live.keys()), frozenset(known)
         for group, all_ in ((voters, here), (beside, here), (history.newest, here | history.newest)):
             count = len(group & signed)
             if 2 * count >= max(len(all_), most) and count >= least:
@@ -130,7 +130,7 @@ class RoundSwarm:
         commits; also who left after that. They count in a quorum: else who stays makes the end of a run as he
         likes. Of names that came one after the other, those that were here at once: they may be one
         machine's. To one that does not know these, who is here and says so, if they are more."""
-        known = self.voters.history(fragment).in_one(self._done.get(fragment, ()))
+        known = self.voters.history(fragment).worked_at_once(self._done.get(fragment, ()))
         if self._is_ending and not self.voters.history(fragment).is_full:
             here = {peer: view for peer, view in self.live.items() if fragment in view.finished}
             said = frozenset(peer for peer, view in here.items() if view.counted or peer in self.voters)
