@@ -50,8 +50,8 @@ TOO_LARGE = {
 }
 """The classes that may be larger than the rule, each with its reason."""
 REACHED = {
-    "product lines": 56_079,
-    "test lines": 42_311,
+    "product lines": 56_074,
+    "test lines": 42_312,
     "module constants of time": 123,
     "numeric module constants": 514,
     "test functions that start processes": 76,

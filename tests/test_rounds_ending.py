@@ -82,6 +82,7 @@ def test_names_that_worked_at_different_times_are_not_so_many_votes(is_in_sight:
     assert swarm.done_with(0) == {*old}
     assert not swarm.is_over(0)
     assert not swarm.believes([*old, *new, *newest], 0)
+    machine.set_peers(dict.fromkeys([*honest, *newest], PeerView()), 2.0)  # the silence is noticed
     assert swarm.believes(honest, 0)
 
 

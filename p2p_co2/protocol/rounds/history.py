@@ -179,21 +179,17 @@ class History:
         last = max(self._workers, default=0)
         return self._workers[last] & self._here[last] if self._workers else frozenset()
 
-    def worked_at_once(self, peers: Collection[str]) -> frozenset[str]:
+    def at_once(self, peers: Collection[str]) -> frozenset[str]:
         """The most of ``peers`` that worked at the same time: each in one of these commits and in a later
-        one, or the same, so that whose slices are missed now and then counts in between."""
+        one, or the same, so that whose slices are missed now and then counts; or seen at work then."""
         at = {one: [r for r in self._commits if one in self._workers[r] & self._here[r]] for one in peers}
         groups = (
-            frozenset(one for one in at if at[one] and min(at[one]) <= r <= max(at[one]))
+            frozenset(
+                one for one in at if one in self._beside[r] or (at[one] and min(at[one]) <= r <= max(at[one]))
+            )
             for r in self._commits
         )
         return max(groups, key=len, default=frozenset())
-
-    def most_at_once(self, peers: Collection[str]) -> int:
-        """How many of ``peers`` worked, or were seen at work, at the same time."""
-        return max(
-            len(self.worked_at_once(peers)), *(len(one & {*peers}) for one in self._beside.values()), 0
-        )
 
     @property
     def is_full(self) -> bool:

@@ -98,10 +98,9 @@ class RoundSwarm:
         voters: set[str] = {*self.voters.all(), *signed & {self.me}}
         known = signed & (voters | done)
         least = min(least, len((voters | done) - {self.me}))
-        most = history.most_at_once(voters | done)
-        here, beside = voters, history.worked_at_once(known)
-        if not history.is_full:
-            here, beside = voters | (done & self.live.keys()), frozenset(known)
+        most = len(history.at_once(voters | done))
+        here = voters | (done & self.live.keys())
+        beside = history.at_once(known) if history.is_full else known
         for group, all_ in ((voters, here), (beside, here), (history.newest, here | history.newest)):
             count = len(group & signed)
             if 2 * count >= max(len(all_), most) and count >= least:
@@ -130,7 +129,7 @@ class RoundSwarm:
         commits; also who left after that. They count in a quorum: else who stays makes the end of a run as he
         likes. Of names that came one after the other, those that were here at once: they may be one
         machine's. To one that does not know these, who is here and says so, if they are more."""
-        known = self.voters.history(fragment).worked_at_once(self._done.get(fragment, ()))
+        known = self.voters.history(fragment).at_once(self._done.get(fragment, ()))
         if self._is_ending and not self.voters.history(fragment).is_full:
             here = {peer: view for peer, view in self.live.items() if fragment in view.finished}
             said = frozenset(peer for peer, view in here.items() if view.counted or peer in self.voters)
