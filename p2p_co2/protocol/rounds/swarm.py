@@ -127,7 +127,7 @@ class RoundSwarm:
     def done_with(self, fragment: int) -> frozenset[str]:
         """Who has come to the run's end and has nothing more to offer for ``fragment``, and is in its last
         commits; also who left after that. They count in a quorum: else who stays makes the end of a run as he
-        likes. Of names that came one after the other, those that were here at once: they may be one
+        likes. Of names that came one after the other, those that worked at once: they may be one
         machine's. To one that does not know these, who is here and says so, if they are more."""
         known = self.voters.history(fragment).at_once(self._done.get(fragment, ()))
         if self._is_ending and not self.voters.history(fragment).is_full:
